@@ -1,0 +1,333 @@
+//! Byte-pair merging of one piece (spec 5.3).
+//!
+//! ```text
+//! if the whole piece is a token: emit it
+//! parts = the single bytes
+//! while some pair of neighbours, joined, is a token:
+//!     join the pair whose token has the lowest rank, the leftmost among equals
+//! emit the parts
+//! ```
+//!
+//! Said so it is quadratic. Here the parts are a linked list over the bytes of the piece, and the
+//! rank of each part joined with its right neighbour is a leaf of a tree of minima with sixteen
+//! children a node, one cache line each. The lowest leftmost pair is found from the root down; a
+//! merge changes three leaves and the nodes above them. There is nothing to invalidate and nothing
+//! to sort, and a short piece is a tree of one or two levels: a plain scan.
+//!
+//! **Cost.** O(n log n + n L) for n bytes and a longest token of L bytes.
+
+use super::vocab::Vocab;
+use crate::carve::{BufferError, Carver, Line, Tally};
+
+/// Children of a node: sixteen `u32` are one cache line.
+const WIDTH: usize = 16;
+
+/// Rank of a pair that is no token, and of a byte that starts no part.
+const NONE: u32 = u32::MAX;
+
+/// Bytes up to which a piece needs no scratch memory.
+pub const SHORT_PIECE: usize = 256;
+
+/// Nodes of the tree over [`SHORT_PIECE`] leaves.
+const SHORT_NODES: usize = 17;
+
+/// Levels of a tree over as many bytes as a `u32` can count.
+const LEVELS: usize = 8;
+
+/// Nodes of a tree over `leaves`.
+fn nodes(leaves: usize) -> usize {
+    let (mut level, mut sum) = (leaves, 0usize);
+    loop {
+        level = level.div_ceil(WIDTH);
+        sum = sum.saturating_add(level);
+        if level <= 1 {
+            return sum;
+        }
+    }
+}
+
+/// Lines of scratch for a piece of this many bytes (about 13 bytes a byte); `None` if they overflow.
+pub(super) fn scratch_len(piece: usize) -> Option<usize> {
+    if piece <= SHORT_PIECE {
+        return Some(0);
+    }
+    Some(Tally::new().add::<u32>(piece)?.add::<u32>(piece)?.add::<[u32; WIDTH]>(nodes(piece))?.lines())
+}
+
+/// Memory for short pieces, so that they need none of the caller's.
+pub(super) struct Short {
+    next: [u32; SHORT_PIECE],
+    previous: [u32; SHORT_PIECE],
+    tree: [[u32; WIDTH]; SHORT_NODES],
+}
+
+impl Short {
+    pub(super) const fn new() -> Self {
+        Self { next: [0; SHORT_PIECE], previous: [0; SHORT_PIECE], tree: [[0; WIDTH]; SHORT_NODES] }
+    }
+}
+
+/// Emits the ranks of one piece.
+#[inline]
+pub(super) fn merge(
+    vocab: &Vocab<'_>,
+    piece: &[u8],
+    short: &mut Short,
+    scratch: &mut [Line],
+    emit: &mut impl FnMut(u32),
+) -> Result<(), BufferError> {
+    if piece.is_empty() {
+        return Ok(());
+    }
+    if let Some(rank) = vocab.rank(piece) {
+        emit(rank);
+        return Ok(());
+    }
+    if piece.len() <= SHORT_PIECE {
+        Parts::new(vocab, piece, &mut short.next, &mut short.previous, &mut short.tree).run(emit);
+    } else {
+        u32::try_from(piece.len()).map_err(|_| BufferError::Overflow)?;
+        let mut carver = Carver::new(scratch);
+        let next = carver.take(piece.len())?;
+        let previous = carver.take(piece.len())?;
+        let tree = carver.take(nodes(piece.len()))?;
+        Parts::new(vocab, piece, next, previous, tree).run(emit);
+    }
+    Ok(())
+}
+
+/// The parts of a piece while it is being merged.
+///
+/// A part is named by its first byte. `next` says where the part behind it starts (the length of
+/// the piece, for the last one) and `previous` where the one before does. All reads outside give an
+/// end and all writes outside do nothing, so a slip of logic here could give a wrong id but no panic.
+struct Parts<'p> {
+    vocab: &'p Vocab<'p>,
+    piece: &'p [u8],
+    next: &'p mut [u32],
+    previous: &'p mut [u32],
+    tree: &'p mut [[u32; WIDTH]],
+    /// Where each level of the tree starts, the leaves first.
+    level: [usize; LEVELS],
+    levels: usize,
+}
+
+impl<'p> Parts<'p> {
+    fn new(
+        vocab: &'p Vocab<'p>,
+        piece: &'p [u8],
+        next: &'p mut [u32],
+        previous: &'p mut [u32],
+        tree: &'p mut [[u32; WIDTH]],
+    ) -> Self {
+        for (at, (next, previous)) in (0u32..).zip(next.iter_mut().zip(previous.iter_mut())).take(piece.len()) {
+            *next = at.wrapping_add(1);
+            *previous = at.wrapping_sub(1);
+        }
+        let mut pairs = piece.windows(2).map(|pair| vocab.rank(pair).unwrap_or(NONE));
+        let (mut level, mut levels) = ([0; LEVELS], 0usize);
+        let (mut from, mut to) = (0usize, piece.len().div_ceil(WIDTH));
+        for node in tree.iter_mut().take(to) {
+            node.fill_with(|| pairs.next().unwrap_or(NONE));
+        }
+        loop {
+            if let Some(start) = level.get_mut(levels) {
+                *start = from;
+            }
+            levels = levels.saturating_add(1);
+            let below = to.saturating_sub(from);
+            if below <= 1 {
+                break;
+            }
+            let end = to.saturating_add(below.div_ceil(WIDTH));
+            if let Some((done, above)) = tree.split_at_mut_checked(to) {
+                let mut minima = done.get(from..).unwrap_or_default().iter().map(minimum);
+                for node in above.iter_mut().take(below.div_ceil(WIDTH)) {
+                    node.fill_with(|| minima.next().unwrap_or(NONE));
+                }
+            }
+            (from, to) = (to, end);
+        }
+        Self { vocab, piece, next, previous, tree, level, levels }
+    }
+
+    fn run(mut self, emit: &mut impl FnMut(u32)) {
+        while let Some(at) = self.lowest() {
+            self.join(at);
+        }
+        let mut at = 0;
+        while at < self.piece.len() {
+            let end = self.after(at);
+            if let Some(rank) = self.piece.get(at..end).and_then(|part| self.vocab.rank(part)) {
+                emit(rank);
+            }
+            at = end;
+        }
+    }
+
+    #[inline]
+    fn after(&self, at: usize) -> usize {
+        self.next.get(at).map_or(self.piece.len(), |&n| n as usize).min(self.piece.len())
+    }
+
+    /// The part whose pair has the lowest rank, the leftmost among equals.
+    #[inline]
+    fn lowest(&self) -> Option<usize> {
+        let mut at = 0usize;
+        for &start in self.level.get(..self.levels)?.iter().rev() {
+            let node = self.tree.get(start.saturating_add(at))?;
+            let low = minimum(node);
+            if low == NONE {
+                return None;
+            }
+            let lane = node.iter().position(|&rank| rank == low)?;
+            at = at.saturating_mul(WIDTH).saturating_add(lane);
+        }
+        Some(at)
+    }
+
+    /// Joins the part at `at` with the one behind it.
+    #[expect(clippy::cast_possible_truncation, reason = "positions in a piece were checked to fit")]
+    fn join(&mut self, at: usize) {
+        let gone = self.after(at);
+        let end = self.after(gone);
+        if let Some(next) = self.next.get_mut(at) {
+            *next = end as u32;
+        }
+        if let Some(previous) = self.previous.get_mut(end).filter(|_| end < self.piece.len()) {
+            *previous = at as u32;
+        }
+        self.set(gone, NONE);
+        self.set(at, self.pair(at, end));
+        if at > 0 {
+            let before = self.previous.get(at).map_or(0, |&p| p as usize);
+            self.set(before, self.pair(before, at));
+        }
+    }
+
+    /// The rank of the part at `at` joined with the part at `middle`.
+    #[inline]
+    fn pair(&self, at: usize, middle: usize) -> u32 {
+        if middle >= self.piece.len() {
+            return NONE;
+        }
+        let joined = self.piece.get(at..self.after(middle));
+        joined.and_then(|joined| self.vocab.rank(joined)).unwrap_or(NONE)
+    }
+
+    /// Sets a leaf and the minima above it.
+    #[inline]
+    fn set(&mut self, leaf: usize, rank: u32) {
+        let (mut at, mut value) = (leaf, rank);
+        let mut levels = self.level.get(..self.levels).unwrap_or_default().iter();
+        while let Some(start) = levels.next() {
+            let (parent, lane) = (at.wrapping_div(WIDTH), at.wrapping_rem(WIDTH));
+            let Some(node) = self.tree.get_mut(start.saturating_add(parent)) else { return };
+            let Some(slot) = node.get_mut(lane) else { return };
+            if *slot == value {
+                return;
+            }
+            *slot = value;
+            // Nothing is kept above the root.
+            if !levels.as_slice().is_empty() {
+                value = minimum(node);
+            }
+            at = parent;
+        }
+    }
+}
+
+#[inline]
+fn minimum(node: &[u32; WIDTH]) -> u32 {
+    node.iter().fold(NONE, |a, &b| a.min(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::vocab::tests::{file, load, tokens};
+    use super::*;
+    use std::vec::Vec;
+
+    /// The definition at the module's head, word for word.
+    fn naive(vocab: &Vocab<'_>, piece: &[u8]) -> Vec<u32> {
+        if let Some(rank) = vocab.rank(piece) {
+            return std::vec![rank];
+        }
+        let mut parts: Vec<Vec<u8>> = piece.iter().map(|&b| std::vec![b]).collect();
+        loop {
+            let pairs = parts.windows(2).enumerate().filter_map(|(i, w)| Some((vocab.rank(&w.concat())?, i)));
+            let Some((_, i)) = pairs.min() else { break };
+            let right = parts.remove(i + 1);
+            parts[i].extend(right);
+        }
+        parts.iter().map(|p| vocab.rank(p).unwrap()).collect()
+    }
+
+    fn merged(vocab: &Vocab<'_>, piece: &[u8]) -> Vec<u32> {
+        let mut scratch = std::vec![bytemuck::cast([0x5au8; 64]); scratch_len(piece.len()).unwrap()];
+        let mut ids = Vec::new();
+        merge(vocab, piece, &mut Short::new(), &mut scratch, &mut |id| ids.push(id)).unwrap();
+        ids
+    }
+
+    struct Xorshift(u64);
+
+    impl Xorshift {
+        fn below(&mut self, n: usize) -> usize {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            usize::try_from(self.0 >> 33).unwrap() % n
+        }
+    }
+
+    #[test]
+    fn equals_naive_merging_on_random_vocabularies() {
+        for seed in 1..=60 {
+            let mut rng = Xorshift(0x9e37_79b9_7f4a_7c15u64.wrapping_mul(seed));
+            let letters = 2 + rng.below(3);
+            let longest = 2 + rng.below(7);
+            let mut all = tokens(&[]);
+            for _ in 0..rng.below(200) {
+                let token: Vec<u8> = (0..2 + rng.below(longest)).map(|_| b"abcd"[rng.below(letters)]).collect();
+                if !all.contains(&token) {
+                    all.push(token);
+                }
+            }
+            // Any order of ranks, single bytes not first.
+            for i in (1..all.len()).rev() {
+                all.swap(i, rng.below(i + 1));
+            }
+            let vocab = load(&file(&all), &mut Vec::new()).unwrap();
+            // The naive way takes its time over long pieces: not for every vocabulary.
+            let long = if seed % 6 == 0 { &[255, 256, 257, 258, 300, 511, 512, 513][..] } else { &[] };
+            for len in (0..=67).chain(long.iter().copied()) {
+                let piece: Vec<u8> = (0..len).map(|_| b"abcd"[rng.below(letters)]).collect();
+                assert_eq!(merged(&vocab, &piece), naive(&vocab, &piece), "seed {seed} len {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_megabyte_is_one_piece_like_any_other() {
+        let vocab = load(&file(&tokens(&[b"aa", b"aaaa", b"aaaaaaaa", b"ab"])), &mut Vec::new()).unwrap();
+        let mut piece = std::vec![b'a'; 1 << 20];
+        piece.push(b'b');
+        let ids = merged(&vocab, &piece);
+        // "ab" has the highest rank: the last two letters are left for it only if they are left over.
+        assert_eq!(ids.len(), (1 << 17) + 1);
+        assert!(ids[..1 << 17].iter().all(|&id| id == 258));
+    }
+
+    #[test]
+    fn too_little_scratch_is_an_error() {
+        let vocab = load(&file(&tokens(&[])), &mut Vec::new()).unwrap();
+        let needed = scratch_len(1000).unwrap();
+        let mut scratch = std::vec![Line::ZERO; needed - 1];
+        let err = merge(&vocab, &[b'x'; 1000], &mut Short::new(), &mut scratch, &mut |_| ()).unwrap_err();
+        assert_eq!(err, BufferError::TooSmall { needed, given: needed - 1 });
+        assert_eq!(scratch_len(SHORT_PIECE), Some(0));
+        assert_eq!(nodes(SHORT_PIECE), SHORT_NODES);
+        assert_eq!(scratch_len(usize::MAX), None);
+    }
+}

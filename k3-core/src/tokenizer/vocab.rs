@@ -1,0 +1,638 @@
+//! The vocabulary: `tiktoken.model` as a table from rank to bytes and back.
+//!
+//! The file is text, one token a line: the token's bytes in base64, a space, its rank in decimal.
+//! A rank is a token id and is also the order in which byte-pair merging prefers tokens. Ranks must
+//! be dense (`0..n`, in any order of lines) and all 256 single bytes must be tokens, so that any
+//! text can be encoded. A line may end in CR LF and may be blank.
+//!
+//! Everything lies in an arena of the caller: the bytes of all tokens in rank order, where each one
+//! starts, a plain table for tokens of one and two bytes, and a hash table for the longer ones. The hash has no key, since the core has no source of randomness. It
+//! mixes strongly, and nothing rests on that: a token that would have to be stored further than
+//! [`PROBES`] slots from its place is refused when the file is loaded, so a file made to collide is
+//! an error and never a slow run.
+
+use crate::carve::{BufferError, Carver, Line, Tally};
+
+/// Slots a search looks at before it gives up. At a table at most half full the longest walk of
+/// 160,000 well-mixed tokens is below 50.
+const PROBES: usize = 512;
+
+/// A slot that holds no token. A slot is a tag from the hash (upper half) and a rank (lower half).
+const EMPTY: u64 = u64::MAX;
+
+/// No token: in the table of short tokens. Never a rank, since the special block lies above those.
+const NO_RANK: u32 = u32::MAX;
+
+/// Strings of one and of two bytes.
+const DIRECT: usize = 256 + 65_536;
+
+/// Where a string of one or two bytes has its entry.
+#[inline]
+fn direct(token: &[u8]) -> Option<usize> {
+    match *token {
+        [a] => Some(usize::from(a)),
+        [a, b] => Some(usize::from(u16::from_be_bytes([a, b])).wrapping_add(256)),
+        _ => None,
+    }
+}
+
+/// Ids above the ranks that must still fit a `u32`: the special block.
+const RESERVED: u32 = 256;
+
+/// What is wrong with one line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LineFault {
+    /// There is no space between the token and its rank.
+    NoSpace,
+    /// The token is not standard base64 with canonical padding.
+    Base64,
+    /// The token has no bytes.
+    EmptyToken,
+    /// The rank is not a decimal number below 2^32 (digits only).
+    Rank,
+}
+
+/// Why a vocabulary file is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum VocabError {
+    /// A line cannot be read.
+    Line {
+        /// The line, counted from one.
+        line: usize,
+        /// Where the line starts, in bytes of the file.
+        offset: usize,
+        /// What is wrong with it.
+        what: LineFault,
+    },
+    /// A rank is given twice.
+    DuplicateRank {
+        /// The second line that gives it, counted from one.
+        line: usize,
+        /// Where that line starts, in bytes of the file.
+        offset: usize,
+        /// The rank.
+        rank: u32,
+    },
+    /// The ranks have a gap: the file's tokens are not `0..tokens`.
+    MissingRank {
+        /// The lowest rank that no line gives.
+        rank: u32,
+        /// Tokens in the file.
+        tokens: u32,
+    },
+    /// Two ranks have the same bytes.
+    DuplicateToken {
+        /// The lower rank.
+        first: u32,
+        /// The higher rank.
+        second: u32,
+    },
+    /// A single byte is no token, so there would be text that cannot be encoded.
+    MissingByte {
+        /// The byte.
+        byte: u8,
+    },
+    /// More tokens or bytes than 32-bit ids and offsets can name.
+    TooLarge {
+        /// Tokens in the file.
+        tokens: usize,
+        /// Bytes of all tokens.
+        bytes: usize,
+    },
+    /// Too many tokens have the same hash: not a vocabulary but an attack.
+    Crowded {
+        /// The token that finds no place.
+        rank: u32,
+    },
+    /// The arena is too small.
+    Buffer(BufferError),
+}
+
+impl core::fmt::Display for VocabError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match *self {
+            Self::Line { line, offset, what } => {
+                let what = match what {
+                    LineFault::NoSpace => "no space between token and rank",
+                    LineFault::Base64 => "the token is not valid base64",
+                    LineFault::EmptyToken => "the token is empty",
+                    LineFault::Rank => "the rank is not a decimal number below 2^32",
+                };
+                write!(f, "line {line} (offset {offset}): {what}")
+            }
+            Self::DuplicateRank { line, offset, rank } => {
+                write!(f, "line {line} (offset {offset}): rank {rank} is given twice")
+            }
+            Self::MissingRank { rank, tokens } => write!(f, "{tokens} tokens, but none has rank {rank}"),
+            Self::DuplicateToken { first, second } => write!(f, "ranks {first} and {second} have the same bytes"),
+            Self::MissingByte { byte } => write!(f, "no token is the single byte 0x{byte:02x}"),
+            Self::TooLarge { tokens, bytes } => {
+                write!(f, "{tokens} tokens of {bytes} bytes are more than 32-bit ids can name")
+            }
+            Self::Crowded { rank } => write!(f, "rank {rank} collides with too many other tokens"),
+            Self::Buffer(e) => write!(f, "vocabulary arena: {e}"),
+        }
+    }
+}
+
+impl core::error::Error for VocabError {
+    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
+        match self {
+            Self::Buffer(e) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+impl From<BufferError> for VocabError {
+    fn from(e: BufferError) -> Self {
+        Self::Buffer(e)
+    }
+}
+
+/// A line of the file, split but not decoded.
+#[derive(Debug, Clone, Copy)]
+struct Entry<'f> {
+    line: usize,
+    offset: usize,
+    base64: &'f [u8],
+    bytes: usize,
+    rank: u32,
+}
+
+impl Entry<'_> {
+    const fn fault(&self, what: LineFault) -> VocabError {
+        VocabError::Line { line: self.line, offset: self.offset, what }
+    }
+}
+
+/// The lines of `file` that are not blank.
+fn entries(file: &[u8]) -> impl Iterator<Item = Result<Entry<'_>, VocabError>> {
+    let mut offset = 0usize;
+    file.split(|&b| b == b'\n').enumerate().filter_map(move |(i, text)| {
+        let mut entry = Entry { line: i.saturating_add(1), offset, base64: &[], bytes: 0, rank: 0 };
+        offset = offset.saturating_add(text.len()).saturating_add(1);
+        let text = text.strip_suffix(b"\r").unwrap_or(text);
+        if text.is_empty() {
+            return None;
+        }
+        let mut parts = text.splitn(2, |&b| b == b' ');
+        let (Some(base64), Some(rank)) = (parts.next(), parts.next()) else {
+            return Some(Err(entry.fault(LineFault::NoSpace)));
+        };
+        let Some(bytes) = decoded_len(base64) else { return Some(Err(entry.fault(LineFault::Base64))) };
+        if bytes == 0 {
+            return Some(Err(entry.fault(LineFault::EmptyToken)));
+        }
+        let Some(rank) = decimal(rank) else { return Some(Err(entry.fault(LineFault::Rank))) };
+        (entry.base64, entry.bytes, entry.rank) = (base64, bytes, rank);
+        Some(Ok(entry))
+    })
+}
+
+fn decimal(text: &[u8]) -> Option<u32> {
+    if text.is_empty() {
+        return None;
+    }
+    text.iter().try_fold(0u32, |n, &b| {
+        let digit = b.is_ascii_digit().then(|| b.wrapping_sub(b'0'))?;
+        n.checked_mul(10)?.checked_add(u32::from(digit))
+    })
+}
+
+/// Bytes that base64 `text` stands for, going by its length and padding alone.
+fn decoded_len(text: &[u8]) -> Option<usize> {
+    let pads = match text {
+        [.., b'=', b'='] => 2,
+        [.., b'='] => 1,
+        _ => 0,
+    };
+    if !text.len().is_multiple_of(4) {
+        return None;
+    }
+    text.len().checked_div(4)?.checked_mul(3)?.checked_sub(pads)
+}
+
+/// The value of each base64 character; 255 for the others, `=` among them.
+static BASE64: [u8; 256] = {
+    let alphabet = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut table = [255; 256];
+    let mut value = 0u8;
+    while value < 64 {
+        #[expect(clippy::indexing_slicing, reason = "value < 64, at compile time")]
+        {
+            table[alphabet[value as usize] as usize] = value;
+        }
+        value = value.wrapping_add(1);
+    }
+    table
+};
+
+/// Decodes base64 of [`decoded_len`] `out.len()`; `None` if it is not strictly valid.
+fn decode(text: &[u8], out: &mut [u8]) -> Option<()> {
+    let (quads, rest) = text.as_chunks::<4>();
+    let mut outs = out.chunks_mut(3);
+    for quad in quads {
+        let part = outs.next()?;
+        // Only the last part can be short, and only there is padding allowed.
+        let quad = match (quad, part.len()) {
+            ([a, b, b'=', b'='], 1) => [*a, *b, b'A', b'A'],
+            ([a, b, c, b'='], 2) => [*a, *b, *c, b'A'],
+            (_, 3) => *quad,
+            _ => return None,
+        };
+        let mut word = 0u32;
+        for c in quad {
+            let value = *BASE64.get(usize::from(c))?;
+            if value == 255 {
+                return None;
+            }
+            word = word << 6 | u32::from(value);
+        }
+        let [_, bytes @ ..] = word.to_be_bytes();
+        let (used, unused) = bytes.split_at_checked(part.len())?;
+        part.copy_from_slice(used);
+        // Bits behind the end must be zero, or two spellings would mean one token.
+        if unused.iter().any(|&b| b != 0) {
+            return None;
+        }
+    }
+    rest.is_empty().then_some(())
+}
+
+/// The high and the low half of a product, folded: every input bit reaches every output bit.
+#[expect(clippy::cast_possible_truncation, reason = "the two halves are what is wanted")]
+#[inline]
+const fn fold(a: u64, b: u64) -> u64 {
+    let product = (a as u128).wrapping_mul(b as u128);
+    product as u64 ^ (product >> 64) as u64
+}
+
+/// The hash of three bytes or more; shorter strings are in the other table.
+#[inline]
+fn hash(bytes: &[u8]) -> u64 {
+    // Digits of e and of sqrt(3): odd, irregular, and not chosen for anything.
+    const A: u64 = 0xb7e1_5162_8aed_2a6b;
+    const B: u64 = 0xbb67_ae85_84ca_a73b;
+    let word = |b: Option<&[u8; 8]>| b.map_or(0, |b| u64::from_le_bytes(*b));
+    let half = |b: Option<&[u8; 4]>| b.map_or(0, |b| u64::from(u32::from_le_bytes(*b)));
+    let mut state = A ^ (bytes.len() as u64);
+    let last = match *bytes {
+        [a, b, c] => u64::from(a) | u64::from(b) << 8 | u64::from(c) << 16,
+        _ if bytes.len() < 8 => half(bytes.first_chunk()) | half(bytes.last_chunk()) << 32,
+        _ => {
+            let (words, _) = bytes.as_chunks::<8>();
+            for w in words {
+                state = fold(state ^ u64::from_le_bytes(*w), B);
+            }
+            word(bytes.last_chunk())
+        }
+    };
+    fold(fold(state ^ last, B) ^ A, B)
+}
+
+/// A loaded vocabulary: `n` tokens with the ranks `0..n`.
+#[derive(Debug, Clone, Copy)]
+pub struct Vocab<'a> {
+    bytes: &'a [u8],
+    /// Token `r` is `bytes[offsets[r]..offsets[r + 1]]`.
+    offsets: &'a [u32],
+    /// A power of two of slots, at most half of them used.
+    table: &'a [u64],
+    /// The ranks of all strings of one and of two bytes, or [`NO_RANK`]; merging asks for these most.
+    direct: &'a [u32],
+    longest: usize,
+}
+
+/// The first look at a file: how much there is.
+struct Counted {
+    tokens: u32,
+    bytes: usize,
+    slots: usize,
+}
+
+impl Counted {
+    fn new(file: &[u8]) -> Result<Self, VocabError> {
+        let (mut tokens, mut bytes) = (0usize, 0usize);
+        for entry in entries(file) {
+            tokens = tokens.saturating_add(1);
+            bytes = bytes.saturating_add(entry?.bytes);
+        }
+        let large = VocabError::TooLarge { tokens, bytes };
+        let count = u32::try_from(tokens).ok().filter(|t| t.checked_add(RESERVED).is_some_and(|n| n < u32::MAX));
+        let slots = tokens.checked_mul(2).and_then(usize::checked_next_power_of_two).ok_or(large)?;
+        u32::try_from(bytes).map_err(|_| large)?;
+        Ok(Self { tokens: count.ok_or(large)?, bytes, slots })
+    }
+
+    fn lines(&self) -> Option<usize> {
+        let tally = Tally::new().add::<u8>(self.bytes)?.add::<u32>((self.tokens as usize).checked_add(1)?)?;
+        Some(tally.add::<u64>(self.slots)?.add::<u32>(DIRECT)?.lines())
+    }
+}
+
+impl<'a> Vocab<'a> {
+    /// Lines of arena that [`Vocab::load`] needs for `file`: one pass over its text.
+    ///
+    /// # Errors
+    /// [`VocabError`] if a line is malformed or the whole is too large. What this accepts can still
+    /// be refused by [`Vocab::load`].
+    pub fn required(file: &[u8]) -> Result<usize, VocabError> {
+        Counted::new(file)?.lines().ok_or(VocabError::Buffer(BufferError::Overflow))
+    }
+
+    /// Reads `file` into `arena`, of which [`Vocab::required`] lines are used.
+    ///
+    /// # Errors
+    /// [`VocabError`] says what the file or the arena lacks, and where.
+    ///
+    /// **Source.** Spec 5.1, `tiktoken.model`.
+    pub fn load(file: &[u8], arena: &'a mut [Line]) -> Result<Self, VocabError> {
+        let counted = Counted::new(file)?;
+        let mut carver = Carver::new(arena);
+        let bytes = carver.take::<u8>(counted.bytes)?;
+        let offsets = carver.take::<u32>((counted.tokens as usize).saturating_add(1))?;
+        let table = carver.take::<u64>(counted.slots)?;
+        let direct = carver.take::<u32>(DIRECT)?;
+
+        let longest = place(file, counted.tokens, offsets)?;
+        for entry in entries(file) {
+            let entry = entry?;
+            let range = range(offsets, entry.rank).unwrap_or_default();
+            let out = bytes.get_mut(range).unwrap_or_default();
+            decode(entry.base64, out).ok_or(entry.fault(LineFault::Base64))?;
+        }
+        let (bytes, offsets): (&'a [u8], &'a [u32]) = (bytes, offsets);
+        table.fill(EMPTY);
+        direct.fill(NO_RANK);
+        for rank in 0..counted.tokens {
+            insert(bytes, offsets, table, direct, rank)?;
+        }
+        let vocab = Self { bytes, offsets, table, direct, longest };
+        match (0..=255).find(|&byte| vocab.rank(&[byte]).is_none()) {
+            Some(byte) => Err(VocabError::MissingByte { byte }),
+            None => Ok(vocab),
+        }
+    }
+
+    /// Number of tokens; the ids of the special block start here.
+    #[expect(clippy::cast_possible_truncation, reason = "counted as u32 when loaded")]
+    #[must_use]
+    pub const fn len(&self) -> u32 {
+        self.offsets.len().saturating_sub(1) as u32
+    }
+
+    /// Whether there are no tokens: never, since all single bytes are tokens.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of the longest token.
+    #[must_use]
+    pub const fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// The bytes of the token with this rank.
+    #[must_use]
+    #[inline]
+    pub fn token(&self, rank: u32) -> Option<&'a [u8]> {
+        self.bytes.get(range(self.offsets, rank)?)
+    }
+
+    /// The rank of the token with exactly these bytes.
+    #[must_use]
+    #[inline]
+    pub fn rank(&self, token: &[u8]) -> Option<u32> {
+        if let Some(at) = direct(token) {
+            return self.direct.get(at).copied().filter(|&rank| rank != NO_RANK);
+        }
+        if token.is_empty() || token.len() > self.longest {
+            return None;
+        }
+        match find(self.bytes, self.offsets, self.table, token) {
+            Found::Rank(rank) => Some(rank),
+            Found::Free(_) | Found::Crowded => None,
+        }
+    }
+}
+
+/// Fills `offsets` from the lengths of the tokens, checks that the ranks are dense, and returns the
+/// greatest length.
+fn place(file: &[u8], tokens: u32, offsets: &mut [u32]) -> Result<usize, VocabError> {
+    // First the length of token r at r + 1; no token has length 0, so 0 means "not seen".
+    offsets.fill(0);
+    let (mut longest, mut outside) = (0, false);
+    for entry in entries(file) {
+        let Entry { line, offset, bytes, rank, .. } = entry?;
+        let lengths = offsets.get_mut(1..).unwrap_or_default();
+        match lengths.get_mut(rank as usize) {
+            Some(length) if *length == 0 => *length = u32::try_from(bytes).unwrap_or(u32::MAX),
+            Some(_) => return Err(VocabError::DuplicateRank { line, offset, rank }),
+            None => outside = true,
+        }
+        longest = longest.max(bytes);
+    }
+    if outside {
+        // As many lines as ranks, and one of them names another rank: then one rank has no line.
+        let rank = (0..tokens).zip(offsets.iter().skip(1)).find(|&(_, &length)| length == 0).map_or(tokens, |x| x.0);
+        return Err(VocabError::MissingRank { rank, tokens });
+    }
+    let mut sum = 0u32;
+    for offset in offsets {
+        sum = sum.saturating_add(*offset);
+        *offset = sum;
+    }
+    Ok(longest)
+}
+
+#[inline]
+fn range(offsets: &[u32], rank: u32) -> Option<core::ops::Range<usize>> {
+    let at = rank as usize;
+    match offsets.get(at..at.checked_add(2)?)? {
+        &[from, to] => Some(from as usize..to as usize),
+        _ => None,
+    }
+}
+
+enum Found {
+    /// The token is there.
+    Rank(u32),
+    /// It is not; this slot is where it would go, with this content but for the rank.
+    Free((usize, u64)),
+    /// It is not, and there is no slot for it.
+    Crowded,
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the hash is cut to a slot number and to a rank on purpose")]
+#[inline]
+fn find(bytes: &[u8], offsets: &[u32], table: &[u64], token: &[u8]) -> Found {
+    let hash = hash(token);
+    let mask = table.len().wrapping_sub(1);
+    let tag = hash & 0xffff_ffff_0000_0000;
+    let mut at = hash as usize & mask;
+    for _ in 0..PROBES {
+        let slot = table.get(at).copied().unwrap_or(EMPTY);
+        if slot == EMPTY {
+            return Found::Free((at, tag));
+        }
+        let rank = slot as u32;
+        if slot & 0xffff_ffff_0000_0000 == tag && range(offsets, rank).and_then(|r| bytes.get(r)) == Some(token) {
+            return Found::Rank(rank);
+        }
+        at = at.wrapping_add(1) & mask;
+    }
+    Found::Crowded
+}
+
+fn insert(bytes: &[u8], offsets: &[u32], table: &mut [u64], short: &mut [u32], rank: u32) -> Result<(), VocabError> {
+    let token = range(offsets, rank).and_then(|r| bytes.get(r)).unwrap_or_default();
+    if let Some(entry) = direct(token).and_then(|at| short.get_mut(at)) {
+        return match core::mem::replace(entry, rank) {
+            NO_RANK => Ok(()),
+            first => Err(VocabError::DuplicateToken { first, second: rank }),
+        };
+    }
+    match find(bytes, offsets, table, token) {
+        Found::Rank(first) => return Err(VocabError::DuplicateToken { first, second: rank }),
+        Found::Crowded => return Err(VocabError::Crowded { rank }),
+        Found::Free((at, tag)) => {
+            if let Some(slot) = table.get_mut(at) {
+                *slot = tag | u64::from(rank);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use std::format;
+    use std::string::String;
+    use std::vec::Vec;
+
+    pub(crate) fn base64(bytes: &[u8]) -> String {
+        let alphabet = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let mut out = String::new();
+        for part in bytes.chunks(3) {
+            let word = part.iter().fold(0u32, |w, &b| w << 8 | u32::from(b)) << (8 * (3 - part.len()));
+            for i in 0..4 {
+                let c = alphabet[(word >> (18 - 6 * i)) as usize & 63] as char;
+                out.push(if i <= part.len() { c } else { '=' });
+            }
+        }
+        out
+    }
+
+    /// All single bytes, in falling order, and then `more`.
+    pub(crate) fn tokens(more: &[&[u8]]) -> Vec<Vec<u8>> {
+        (0..=255u8).rev().map(|b| std::vec![b]).chain(more.iter().map(|t| t.to_vec())).collect()
+    }
+
+    pub(crate) fn file(tokens: &[Vec<u8>]) -> String {
+        tokens.iter().enumerate().map(|(rank, t)| format!("{} {rank}\n", base64(t))).collect()
+    }
+
+    pub(crate) fn load(file: &str, arena: &mut Vec<Line>) -> Result<Vocab<'static>, VocabError> {
+        let lines = Vocab::required(file.as_bytes())?;
+        // Whatever the memory held must not matter.
+        *arena = std::vec![bytemuck::cast([0xa5u8; 64]); lines];
+        Vocab::load(file.as_bytes(), core::mem::take(arena).leak())
+    }
+
+    fn error(file: &str) -> VocabError {
+        load(file, &mut Vec::new()).unwrap_err()
+    }
+
+    #[test]
+    fn ranks_and_bytes_are_inverse_in_any_order_of_lines() {
+        let all = tokens(&[b"ab", b"abc", b"\xff\xfe", b"the quick brown fox", b"eight b.", b"nine byte"]);
+        let text = file(&all);
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.rotate_left(100);
+        let shuffled = String::from("\r\n\n") + &lines.join("\r\n") + "\r\n\r\n";
+        for text in [&text, &shuffled, &String::from(text.trim_end())] {
+            let vocab = load(text, &mut Vec::new()).unwrap();
+            assert_eq!(vocab.len() as usize, all.len());
+            assert_eq!(vocab.longest(), 19);
+            for (rank, token) in all.iter().enumerate() {
+                let rank = u32::try_from(rank).unwrap();
+                assert_eq!(vocab.token(rank), Some(&token[..]));
+                assert_eq!(vocab.rank(token), Some(rank));
+            }
+            assert_eq!((vocab.token(vocab.len()), vocab.token(u32::MAX)), (None, None));
+            for absent in [&b""[..], b"abcd", b"the quick brown fo", b"the quick brown foxx", b"nine bytf"] {
+                assert_eq!(vocab.rank(absent), None);
+            }
+        }
+    }
+
+    #[test]
+    fn every_fault_is_named() {
+        let good = file(&tokens(&[b"ab"]));
+        let end = good.len();
+        let fault = |what| VocabError::Line { line: 258, offset: end, what };
+        for (line, what) in [
+            ("YWJj", LineFault::NoSpace),
+            ("YWJj\t257", LineFault::NoSpace),
+            ("YWJ 257", LineFault::Base64),
+            ("YW=j 257", LineFault::Base64),
+            ("YWJ= YQ== 257", LineFault::Rank),
+            ("Y=== 257", LineFault::Base64),
+            ("==== 257", LineFault::Base64),
+            ("YR== 257", LineFault::Base64),
+            ("YWJjYQ==YWJj 257", LineFault::Base64),
+            ("YW-_ 257", LineFault::Base64),
+            ("YW\u{e9} 257", LineFault::Base64),
+            (" 257", LineFault::EmptyToken),
+            ("YWJj ", LineFault::Rank),
+            ("YWJj +257", LineFault::Rank),
+            ("YWJj 4294967296", LineFault::Rank),
+            ("YWJj  257", LineFault::Rank),
+            ("YWJj 257 ", LineFault::Rank),
+        ] {
+            assert_eq!(error(&format!("{good}{line}\n")), fault(what), "{line:?}");
+        }
+        assert_eq!(error(""), VocabError::MissingByte { byte: 0 });
+        assert_eq!(error(&format!("{good}YWJj 7\n")), VocabError::DuplicateRank { line: 258, offset: end, rank: 7 });
+        assert_eq!(error(&format!("{good}YWJj 258\n")), VocabError::MissingRank { rank: 257, tokens: 258 });
+        assert_eq!(error(&format!("{good}YWJj 4294967295\n")), VocabError::MissingRank { rank: 257, tokens: 258 });
+        assert_eq!(error(&format!("{good}YWI= 257\n")), VocabError::DuplicateToken { first: 256, second: 257 });
+        let mut all = tokens(&[]);
+        all[255 - 0x41] = b"AA".to_vec();
+        assert_eq!(error(&file(&all)), VocabError::MissingByte { byte: 0x41 });
+        let needed = Vocab::required(good.as_bytes()).unwrap();
+        let mut arena = std::vec![Line::ZERO; needed - 1];
+        assert_eq!(
+            Vocab::load(good.as_bytes(), &mut arena).unwrap_err(),
+            VocabError::Buffer(BufferError::TooSmall { needed, given: needed - 1 })
+        );
+        assert!(format!("{}", error(&format!("{good}YWJj 258\n"))).contains("257"));
+    }
+
+    #[test]
+    fn a_truncated_file_is_refused_at_every_length() {
+        let good = file(&tokens(&[]));
+        for cut in 0..good.len() - 1 {
+            assert!(load(&good[..cut], &mut Vec::new()).is_err(), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn probe_walks_are_short() {
+        // Counters, the least random keys there are, at the released vocabulary's size.
+        let all: Vec<Vec<u8>> = (0..163_584u32).map(|i| (i + 0x6161_6161).to_le_bytes().to_vec()).collect();
+        let mut table = std::vec![EMPTY; 1 << 19];
+        let bytes = all.concat();
+        let offsets: Vec<u32> = (0..=163_584).map(|i| i * 4).collect();
+        for rank in 0..163_584 {
+            insert(&bytes, &offsets, &mut table, &mut [], rank).unwrap();
+        }
+        let walk = table.split(|&s| s == EMPTY).map(<[u64]>::len).max().unwrap();
+        assert!(walk < 64, "longest walk {walk}");
+    }
+}
