@@ -1,0 +1,160 @@
+//! Sixteen f64 in two 512-bit registers: x86-64 with AVX-512 F, DQ, BW and VL.
+
+use super::lanes::{Lanes, instantiate};
+use super::{KdaStep, Panel};
+use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
+use core::arch::x86_64::*;
+
+cpufeatures::new!(features, "avx2", "fma", "avx512f", "avx512dq", "avx512bw", "avx512vl");
+
+/// Whether the CPU has the features of [`TABLE`] and the operating system keeps their registers.
+pub(super) fn detected() -> bool {
+    features::get()
+}
+
+instantiate!("avx512", "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl", V, bf16 4 3, mxfp4 4 2, columns 4);
+
+#[derive(Clone, Copy)]
+struct V([__m512d; 2]);
+
+/// The E2M1 values by their code.
+const E2M1: [f64; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// The last two steps of the fold: four lanes in order.
+///
+/// # Safety
+/// AVX-512.
+#[inline(always)]
+unsafe fn fold4(x: __m256d) -> f64 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let two = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
+        _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)))
+    }
+}
+
+/// The sum of the two halves.
+///
+/// # Safety
+/// AVX-512.
+#[inline(always)]
+unsafe fn halves(x: __m512d) -> __m256d {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_add_pd(_mm512_castpd512_pd256(x), _mm512_extractf64x4_pd::<1>(x)) }
+}
+
+// SAFETY of every block below: the trait asks its caller for AVX-512 and valid pointers.
+impl Lanes for V {
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_setzero_pd(); 2]) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f64) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_set1_pd(x); 2]) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f64) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_loadu_pd(p), _mm512_loadu_pd(p.add(8))]) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f32(p: *const f32) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_cvtps_pd(_mm256_loadu_ps(p)), _mm512_cvtps_pd(_mm256_loadu_ps(p.add(8)))]) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_f32(self, p: *mut f32) {
+        // SAFETY: as said above.
+        unsafe {
+            _mm256_storeu_ps(p, _mm512_cvtpd_ps(self.0[0]));
+            _mm256_storeu_ps(p.add(8), _mm512_cvtpd_ps(self.0[1]));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn rounded(self) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_cvtps_pd(_mm512_cvtpd_ps(self.0[0])), _mm512_cvtps_pd(_mm512_cvtpd_ps(self.0[1]))]) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u8) -> Self {
+        // SAFETY: as said above.
+        unsafe {
+            let mut lanes = Self::zero();
+            for (i, x) in lanes.0.iter_mut().enumerate() {
+                let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(16 * i).cast()));
+                *x = _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)));
+            }
+            lanes
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_split(p: *const u8) -> Self {
+        // SAFETY: as said above.
+        unsafe {
+            let words = _mm256_loadu_si256(p.cast());
+            let even = _mm256_slli_epi32::<16>(words);
+            let odd = _mm256_and_si256(words, _mm256_set1_epi32(!0xffff));
+            Self([_mm512_cvtps_pd(_mm256_castsi256_ps(even)), _mm512_cvtps_pd(_mm256_castsi256_ps(odd))])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_e2m1(p: *const u8) -> Self {
+        // SAFETY: as said above.
+        unsafe {
+            let codes = _mm512_set1_epi64(p.cast::<i64>().read_unaligned());
+            let (t0, t1) = (_mm512_loadu_pd(E2M1.as_ptr()), _mm512_loadu_pd(E2M1.as_ptr().add(8)));
+            // The permutation reads four bits of each index, so the nibbles above need no mask.
+            let low = _mm512_srlv_epi64(codes, _mm512_setr_epi64(0, 4, 8, 12, 16, 20, 24, 28));
+            let high = _mm512_srlv_epi64(codes, _mm512_setr_epi64(32, 36, 40, 44, 48, 52, 56, 60));
+            Self([_mm512_permutex2var_pd(t0, low, t1), _mm512_permutex2var_pd(t0, high, t1)])
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, b: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_add_pd(self.0[0], b.0[0]), _mm512_add_pd(self.0[1], b.0[1])]) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, b: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_mul_pd(self.0[0], b.0[0]), _mm512_mul_pd(self.0[1], b.0[1])]) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { Self([_mm512_fmadd_pd(self.0[0], b.0[0], c.0[0]), _mm512_fmadd_pd(self.0[1], b.0[1], c.0[1])]) }
+    }
+
+    #[inline(always)]
+    unsafe fn fold(self) -> f64 {
+        // SAFETY: as said above.
+        unsafe { fold4(halves(_mm512_add_pd(self.0[0], self.0[1]))) }
+    }
+
+    #[inline(always)]
+    unsafe fn fold_split(self) -> f64 {
+        // SAFETY: as said above. Lanes 0 2 .. 14 and 1 3 .. 15: the steps of 8, 4 and 2 stay inside
+        // each register, the last joins them.
+        unsafe { fold4(halves(self.0[0])) + fold4(halves(self.0[1])) }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: a prefetch is a hint and may name any address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
