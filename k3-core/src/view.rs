@@ -16,7 +16,8 @@ pub struct TokenId(pub u32);
 pub struct LayerIndex(pub u16);
 
 /// A routed expert of a layer, counted from zero.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
 pub struct ExpertId(pub u16);
 
 impl LayerIndex {

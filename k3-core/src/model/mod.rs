@@ -1,1 +1,19 @@
-//! Placeholder.
+//! The forward pass: token ids in, logits out, over buffers the caller owns.
+//!
+//! [`Model::forward`] reads top to bottom like section 3 of the specification. Weights come through
+//! [`Weights`], threads through [`crate::exec::Executor`]; what a sequence remembers is in
+//! [`State`], what a pass scribbles on in [`Workspace`]. Everything mutable is an argument and
+//! nothing else exists.
+
+mod error;
+mod forward;
+mod layout;
+mod state;
+mod weights;
+mod workspace;
+
+pub use error::{ForwardError, Place};
+pub use forward::{Model, Observer};
+pub use state::State;
+pub use weights::Weights;
+pub use workspace::{Extent, Workspace};
