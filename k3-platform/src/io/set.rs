@@ -1,0 +1,423 @@
+//! Many files, few of them open.
+//!
+//! A checkpoint has about a hundred shards and a process may be allowed sixteen descriptors. The
+//! members of a set open when they are read and close when others need the place, least recently
+//! read first. A file that is being read is never closed; if all places are being read from, the
+//! next reader waits for one.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+use super::{MAX_ALIGNMENT, ReadAt, Source};
+
+/// How many files a set should keep open in this process: half of the soft limit on descriptors,
+/// between 1 and 256. The other half is for whoever else opens files.
+#[must_use]
+pub fn open_limit() -> usize {
+    let soft = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(soft / 2).unwrap_or(usize::MAX).clamp(1, 256)
+}
+
+/// A file had another length when it was opened again, so it is not the file it was. Comes inside an
+/// [`io::Error`] of kind [`io::ErrorKind::InvalidData`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Changed {
+    /// Length when first opened, in bytes.
+    pub was: u64,
+    /// Length now, in bytes.
+    pub now: u64,
+}
+
+impl std::fmt::Display for Changed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "the file changed while in use: it had {} bytes and now has {}", self.was, self.now)
+    }
+}
+
+impl std::error::Error for Changed {}
+
+/// A list of files of which a bounded number is open. Clones are the same set.
+#[derive(Clone)]
+pub struct FileSet(Arc<Inner>);
+
+struct Inner {
+    source: Arc<dyn Source>,
+    paths: Vec<PathBuf>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    slots: Vec<Slot>,
+    /// Length and alignment of each file that was ever open.
+    facts: Vec<Option<(u64, usize)>>,
+    /// Slots that are not `Closed`.
+    open: usize,
+    limit: usize,
+    clock: u64,
+}
+
+enum Slot {
+    Closed,
+    Opening,
+    Open { file: Arc<dyn ReadAt>, users: usize, used: u64 },
+}
+
+impl FileSet {
+    /// A set of these files, none of them open yet. At most `limit` (at least one) will be open at a
+    /// time; see [`open_limit`]. Should the system refuse a descriptor earlier, the set makes do with
+    /// what it has.
+    #[must_use]
+    pub fn new(source: Arc<dyn Source>, paths: Vec<PathBuf>, limit: usize) -> Self {
+        let slots = paths.iter().map(|_| Slot::Closed).collect();
+        let state = State { slots, facts: vec![None; paths.len()], open: 0, limit: limit.max(1), clock: 0 };
+        Self(Arc::new(Inner { source, paths, state: Mutex::new(state), changed: Condvar::new() }))
+    }
+
+    /// Number of files in the set.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.paths.len()
+    }
+
+    /// Whether the set has no files.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.paths.is_empty()
+    }
+
+    /// Number of files that are open now.
+    #[must_use]
+    pub fn open_files(&self) -> usize {
+        self.0.lock().open
+    }
+
+    /// The file at `index` of the list, which opens when it is first asked anything; `None` if the
+    /// list is shorter. The handle costs no descriptor and may be kept.
+    #[must_use]
+    pub fn file(&self, index: usize) -> Option<Arc<dyn ReadAt>> {
+        (index < self.len()).then(|| Arc::new(Member { set: Arc::clone(&self.0), index }) as Arc<dyn ReadAt>)
+    }
+}
+
+impl std::fmt::Debug for FileSet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileSet").field("len", &self.len()).finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    /// State is consistent whenever the lock is free, so a panic elsewhere does not spoil it.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The file, open, and kept open until the lease is dropped.
+    fn lease(&self, index: usize) -> io::Result<Lease<'_>> {
+        let mut state = self.lock();
+        loop {
+            if let Some(file) = state.take_up(index) {
+                return Ok(Lease { set: self, index, file: Some(file) });
+            }
+            let closed = matches!(state.slots[index], Slot::Closed);
+            if closed && (state.open < state.limit || state.close_idle()) {
+                state = match self.open(state, index) {
+                    Ok(state) => state,
+                    Err(e) => {
+                        // Out of descriptors before the limit: live with fewer, if there are any.
+                        let scarce = matches!(Errno::from_io_error(&e), Some(Errno::MFILE | Errno::NFILE));
+                        let mut state = self.lock();
+                        if !scarce || state.open == 0 {
+                            return Err(e);
+                        }
+                        state.limit = state.open;
+                        state
+                    }
+                };
+                continue;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Opens a file in a place that is free, without the lock: a slow open delays nobody else.
+    fn open<'a>(&'a self, mut state: MutexGuard<'a, State>, index: usize) -> io::Result<MutexGuard<'a, State>> {
+        state.slots[index] = Slot::Opening;
+        state.open += 1;
+        drop(state);
+        let place = Place { set: self, index };
+        let file = self.source.open(&self.paths[index])?;
+        let now = file.len()?;
+        let align = file.alignment();
+        std::mem::forget(place);
+        let mut state = self.lock();
+        if let Some((was, _)) = state.facts[index]
+            && was != now
+        {
+            drop(state);
+            drop(file);
+            drop(Place { set: self, index });
+            return Err(io::Error::new(io::ErrorKind::InvalidData, Changed { was, now }));
+        }
+        state.facts[index] = Some((now, align));
+        let used = state.clock;
+        state.slots[index] = Slot::Open { file, users: 0, used };
+        self.changed.notify_all();
+        Ok(state)
+    }
+}
+
+impl State {
+    /// The file, with one more user, if it is open.
+    fn take_up(&mut self, index: usize) -> Option<Arc<dyn ReadAt>> {
+        self.clock += 1;
+        let Slot::Open { file, users, used } = &mut self.slots[index] else { return None };
+        *users += 1;
+        *used = self.clock;
+        Some(Arc::clone(file))
+    }
+
+    /// Closes the file that has not been read for longest; false if all are being read.
+    fn close_idle(&mut self) -> bool {
+        let idle = self.slots.iter().enumerate().filter_map(|(i, slot)| match slot {
+            Slot::Open { users: 0, used, .. } => Some((*used, i)),
+            Slot::Open { .. } | Slot::Opening | Slot::Closed => None,
+        });
+        let Some((_, oldest)) = idle.min() else { return false };
+        self.slots[oldest] = Slot::Closed;
+        self.open -= 1;
+        true
+    }
+}
+
+/// A place taken for a file that is being opened; dropped if that fails or panics.
+struct Place<'a> {
+    set: &'a Inner,
+    index: usize,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut state = self.set.lock();
+        state.slots[self.index] = Slot::Closed;
+        state.open -= 1;
+        self.set.changed.notify_all();
+    }
+}
+
+/// The right to read from an open file.
+struct Lease<'a> {
+    set: &'a Inner,
+    index: usize,
+    /// `Some` until dropped.
+    file: Option<Arc<dyn ReadAt>>,
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        // Before the slot is given up, so that closing the slot closes the descriptor.
+        self.file = None;
+        if let Slot::Open { users, .. } = &mut self.set.lock().slots[self.index] {
+            *users -= 1;
+        }
+        self.set.changed.notify_all();
+    }
+}
+
+/// One file of a set.
+struct Member {
+    set: Arc<Inner>,
+    index: usize,
+}
+
+impl Member {
+    fn facts(&self) -> io::Result<(u64, usize)> {
+        let known = self.set.lock().facts[self.index];
+        if let Some(facts) = known {
+            return Ok(facts);
+        }
+        let lease = self.set.lease(self.index)?;
+        let known = self.set.lock().facts[self.index];
+        drop(lease);
+        known.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+impl ReadAt for Member {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.facts()?.0)
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let lease = self.set.lease(self.index)?;
+        match &lease.file {
+            Some(file) => file.read_at(buf, offset),
+            None => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    /// That of the file when it was last opened; the largest there is if it cannot be opened, so that
+    /// the read tells why.
+    fn alignment(&self) -> usize {
+        self.facts().map_or(MAX_ALIGNMENT, |facts| facts.1)
+    }
+
+    fn path(&self) -> &Path {
+        &self.set.paths[self.index]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testkit::{bytes, write};
+    use super::super::{Disk, Mode, ReadFault, read_exact_at};
+    use super::*;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    /// Counts the files that are open, and refuses more than it has.
+    struct Counting {
+        open: Arc<AtomicUsize>,
+        most: AtomicUsize,
+        has: usize,
+    }
+
+    impl Counting {
+        fn new(has: usize) -> Arc<Self> {
+            Arc::new(Self { open: Arc::default(), most: AtomicUsize::new(0), has })
+        }
+    }
+
+    struct Counted(Arc<dyn ReadAt>, Arc<AtomicUsize>);
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.1.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    impl ReadAt for Counted {
+        fn len(&self) -> io::Result<u64> {
+            self.0.len()
+        }
+        fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+            self.0.read_at(buf, offset)
+        }
+        fn alignment(&self) -> usize {
+            self.0.alignment()
+        }
+        fn path(&self) -> &Path {
+            self.0.path()
+        }
+    }
+
+    impl Source for Counting {
+        fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
+            let file = Disk::new(Mode::Direct).open(path)?;
+            let count = self.open.fetch_add(1, Ordering::SeqCst) + 1;
+            let file = Arc::new(Counted(file, Arc::clone(&self.open)));
+            if count > self.has {
+                return Err(Errno::MFILE.into());
+            }
+            self.most.fetch_max(count, Ordering::SeqCst);
+            Ok(file)
+        }
+    }
+
+    fn shards(dir: &tempfile::TempDir, count: usize) -> Vec<PathBuf> {
+        (0..count).map(|i| write(dir, &format!("shard-{i}"), 5000 + i)).collect()
+    }
+
+    /// Reads all over the set from several threads.
+    fn hammer(set: &FileSet, threads: usize) {
+        std::thread::scope(|scope| {
+            for t in 0..threads {
+                scope.spawn(move || {
+                    for i in 0..200 {
+                        let shard = (t * 31 + i * 7) % set.len();
+                        let file = set.file(shard).unwrap();
+                        assert_eq!(file.len().unwrap(), 5000 + shard as u64);
+                        let mut buf = [0; 900];
+                        read_exact_at(&*file, &mut buf, 4100).unwrap();
+                        assert_eq!(buf[..], bytes(4100, 900));
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn no_more_files_are_open_than_allowed() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = shards(&dir, 24);
+        for limit in [0, 1, 3, 100] {
+            let source = Counting::new(usize::MAX);
+            let set = FileSet::new(source.clone(), paths.clone(), limit);
+            hammer(&set, 4);
+            let most = source.most.load(Ordering::SeqCst);
+            assert!(most <= limit.max(1), "limit {limit} open {most}");
+            // The process itself may be allowed fewer than the set.
+            assert!((1..=limit.clamp(1, 24)).contains(&set.open_files()));
+            drop(set);
+            assert_eq!(source.open.load(Ordering::SeqCst), 0);
+        }
+        assert!((1..=256).contains(&open_limit()));
+    }
+
+    #[test]
+    fn a_system_with_fewer_descriptors_than_the_limit_is_enough() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = Counting::new(2);
+        let set = FileSet::new(source.clone(), shards(&dir, 9), 8);
+        hammer(&set, 1);
+        hammer(&set, 3);
+        assert!(set.open_files() <= 2);
+        let none = FileSet::new(Counting::new(0), shards(&dir, 2), 8);
+        let error = read_exact_at(&*none.file(0).unwrap(), &mut [0; 4], 0).unwrap_err();
+        assert!(matches!(error.fault, ReadFault::System(e) if e.raw_os_error() == Some(24)));
+    }
+
+    #[test]
+    fn a_file_replaced_behind_our_back_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let set = FileSet::new(Arc::new(Disk::default()), shards(&dir, 2), 1);
+        let (a, b) = (set.file(0).unwrap(), set.file(1).unwrap());
+        for file in [&a, &b] {
+            read_exact_at(&**file, &mut [0; 4], 0).unwrap();
+        }
+        write(&dir, "shard-0", 4999);
+        let error = read_exact_at(&*a, &mut [0; 4], 0).unwrap_err();
+        assert!(error.to_string().contains("had 5000 bytes and now has 4999"), "{error}");
+        read_exact_at(&*b, &mut [0; 4], 0).unwrap();
+        assert!(set.file(2).is_none() && set.len() == 2 && !set.is_empty());
+    }
+
+    #[test]
+    fn failures_to_open_come_out_of_the_read_and_free_the_place() {
+        struct Panics(AtomicBool);
+        impl Source for Panics {
+            fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
+                assert!(self.0.swap(true, Ordering::SeqCst), "first open");
+                Disk::default().open(path)
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let missing = dir.path().join("missing");
+        let set = FileSet::new(Arc::new(Disk::default()), vec![missing.clone(), write(&dir, "f", 10)], 1);
+        for _ in 0..2 {
+            let file = set.file(0).unwrap();
+            assert!(file.len().is_err());
+            assert_eq!(read_exact_at(&*file, &mut [0; 1], 0).unwrap_err().path, missing);
+            assert_eq!(set.open_files(), 0);
+        }
+        assert!(read_exact_at(&*set.file(1).unwrap(), &mut [0; 10], 0).is_ok());
+
+        let set = FileSet::new(Arc::new(Panics(AtomicBool::new(false))), vec![write(&dir, "g", 10)], 1);
+        let file = set.file(0).unwrap();
+        assert!(std::thread::scope(|s| s.spawn(|| file.len()).join().is_err()));
+        assert_eq!(file.len().unwrap(), 10);
+    }
+}
