@@ -1,1 +1,32 @@
-//! Placeholder.
+//! The Linux side of k3: where the bytes of a checkpoint live while the core works on them.
+//!
+//! ```text
+//! engine       owns every buffer; the only implementor of the core's `Weights`
+//! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
+//! trunk        pinned prefix and ring          experts   arena of experts
+//! segment      tensors -> reads                fetch     reads in the background
+//! checkpoint   a directory, opened             index     where each tensor lies
+//! vocabulary   text <-> ids
+//! exec         threads                         memory    what the machine has
+//! io           files, direct or buffered       aligned   memory that goes back to the system
+//! ```
+//!
+//! Arrows point down this list. Nothing here does arithmetic on weights, and nothing prints.
+#![deny(unsafe_code)]
+
+#[expect(unsafe_code, reason = "mapping memory is the one thing the standard library does not offer")]
+pub mod aligned;
+pub mod checkpoint;
+pub mod engine;
+pub mod error;
+pub mod exec;
+pub mod experts;
+pub mod fetch;
+pub mod index;
+pub mod io;
+pub mod memory;
+pub mod plan;
+pub mod segment;
+pub mod trunk;
+pub mod units;
+pub mod vocabulary;

@@ -1,0 +1,229 @@
+//! The engine: owns every buffer, and is the only implementor of the core's [`Weights`].
+
+use crate::aligned::AlignedBuf;
+use crate::checkpoint::Checkpoint;
+use crate::error::Error;
+use crate::exec::Rayon;
+use crate::experts::{Arena, ExpertStats};
+use crate::fetch::{Fetch, Fetched, Priority};
+use crate::plan::Plan;
+use crate::segment::{Piece, Segment};
+use crate::trunk::{Trunk, TrunkStats};
+use k3_core::backend::Backend;
+use k3_core::checkpoint::{GlobalTensor, Tensor};
+use k3_core::model::{Model, Observer, State, Weights, Workspace};
+use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, TokenId};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
+
+/// What a run did, in numbers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Stats {
+    /// Bytes that came from files.
+    pub bytes_read: u64,
+    /// The trunk's counts.
+    pub trunk: TrunkStats,
+    /// The experts' counts.
+    pub experts: ExpertStats,
+}
+
+impl Stats {
+    /// Share of layer visits served by the pinned prefix; `None` before the first. The one-time load
+    /// of the pinned layers counts as served: it is a cost of starting, not of a token.
+    #[must_use]
+    pub fn trunk_hit_rate(&self) -> Option<f64> {
+        ratio(self.trunk.hits, self.trunk.visits)
+    }
+
+    /// Share of expert requests served by the arena; `None` before the first.
+    #[must_use]
+    pub fn expert_hit_rate(&self) -> Option<f64> {
+        ratio(self.experts.hits, self.experts.requests)
+    }
+
+    /// Time the computation stood still for the disk.
+    #[must_use]
+    pub fn waited(&self) -> Duration {
+        self.trunk.waited + self.experts.waited
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts for people")]
+fn ratio(part: u64, whole: u64) -> Option<f64> {
+    (whole > 0).then(|| part as f64 / whole as f64)
+}
+
+/// A checkpoint ready to run one sequence within a plan.
+#[derive(Debug)]
+pub struct Engine {
+    storage: Storage,
+    plan: Plan,
+    backend: Backend,
+    exec: Rayon,
+    state: AlignedBuf,
+    workspace: AlignedBuf,
+    position: usize,
+    torn: bool,
+}
+
+/// Where the weights are: everything behind [`Weights`].
+#[derive(Debug)]
+struct Storage {
+    checkpoint: Checkpoint,
+    fetch: Fetch,
+    trunk: Trunk,
+    arena: Arena,
+    rows: Option<AlignedBuf>,
+    /// A number for each row that was ever asked for: an answer to a pass that was stopped must not
+    /// be taken for another's.
+    row_tag: u64,
+    row_sender: Sender<Fetched>,
+    row_receiver: Receiver<Fetched>,
+}
+
+impl Engine {
+    /// Maps what the plan says. Nothing is read before the first pass.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] or [`Error::Threads`] if the system refuses what the plan had counted.
+    pub fn new(checkpoint: Checkpoint, plan: Plan, backend: Backend) -> Result<Self, Error> {
+        let config = *checkpoint.config();
+        let exec = Rayon::new(plan.extent.width).map_err(|e| Error::Threads(std::io::Error::other(e)))?;
+        let fetch = Fetch::new(checkpoint.files(), plan.readers)?;
+        let trunk = Trunk::new(checkpoint.walk(), plan.slot, plan.ring, plan.pinned, plan.head_pinned)?;
+        let arena = Arena::new(config, plan.arena, checkpoint.expert_bytes());
+        // The plan was made from the same two numbers, and did not overflow.
+        let lines = |n: Option<usize>| AlignedBuf::zeroed_lines(n.unwrap_or(usize::MAX / 128));
+        let state = lines(State::lines(&config, plan.extent.context))?;
+        let workspace = lines(Workspace::lines(&config, plan.extent))?;
+        let (row_sender, row_receiver) = channel();
+        let storage = Storage { checkpoint, fetch, trunk, arena, rows: None, row_tag: 0, row_sender, row_receiver };
+        Ok(Self { storage, plan, backend, exec, state, workspace, position: 0, torn: false })
+    }
+
+    /// The checkpoint.
+    #[must_use]
+    pub const fn checkpoint(&self) -> &Checkpoint {
+        &self.storage.checkpoint
+    }
+
+    /// The plan it was built for.
+    #[must_use]
+    pub const fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The kernels it computes with.
+    #[must_use]
+    pub const fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// Positions seen so far.
+    #[must_use]
+    pub const fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Setting this stops the running pass with [`Error::Stopped`].
+    #[must_use]
+    pub fn stop_flag(&self) -> Arc<AtomicBool> {
+        self.storage.fetch.stop_flag()
+    }
+
+    /// Forgets the sequence, not the weights that are in memory.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] cannot happen while the plan holds; it is passed on if it does.
+    pub fn reset(&mut self) -> Result<(), Error> {
+        let config = *self.storage.checkpoint.config();
+        State::new(self.state.lines_mut(), &config, self.plan.extent.context).map_err(|_| Error::Order)?;
+        (self.position, self.torn) = (0, false);
+        Ok(())
+    }
+
+    /// Runs `ids`, at most a chunk of them, after the positions seen so far. `logits`: `[m,
+    /// vocab_size]` for the last `m` positions; see [`Model::forward`].
+    ///
+    /// # Errors
+    /// [`Error`]; after one that is not a refusal the sequence must be [`Engine::reset`].
+    pub fn step(&mut self, ids: &[TokenId], logits: &mut [f32], observer: &mut impl Observer) -> Result<(), Error> {
+        let config = *self.storage.checkpoint.config();
+        let context = self.plan.extent.context;
+        let mut state = State::attach(self.state.lines_mut(), &config, context, self.position, self.torn)
+            .map_err(|_| Error::Order)?;
+        let mut workspace =
+            Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
+        let model = Model { config: &config, backend: self.backend, exec: &self.exec };
+        let result = model.forward(&mut self.storage, &mut state, &mut workspace, ids, logits, observer);
+        (self.position, self.torn) = (state.position(), state.is_torn());
+        Ok(result?)
+    }
+
+    /// What was done so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let Storage { fetch, trunk, arena, .. } = &self.storage;
+        Stats { bytes_read: fetch.bytes_read(), trunk: trunk.stats(), experts: arena.stats().clone() }
+    }
+}
+
+impl Weights for Storage {
+    type Error = Error;
+
+    fn begin(&mut self, head: bool) -> Result<(), Error> {
+        self.trunk.begin(&self.fetch, head)
+    }
+
+    fn embed(&mut self, ids: &[TokenId], each: &mut dyn FnMut(usize, &[u8])) -> Result<(), Error> {
+        // One row at a time through one small buffer: 14 KB each of 2.35 GB.
+        let tensor = Tensor::Global(GlobalTensor::Embed);
+        for (i, &id) in ids.iter().enumerate() {
+            let (place, len) = self.checkpoint.embedding_row(id);
+            let row = Piece { tensor, first_row: id.get(), rows: 1, place, len, at: 0 };
+            let segment = Segment::gather(vec![row]);
+            let buffer = match self.rows.take().filter(|b| b.len() >= segment.bytes) {
+                Some(buffer) => buffer,
+                None => AlignedBuf::zeroed(segment.bytes.next_multiple_of(4096) + 4096)?,
+            };
+            self.row_tag += 1;
+            self.fetch.submit(&segment.reads, buffer, self.row_tag, Priority::Urgent, &self.row_sender);
+            let fetched = loop {
+                let fetched = self.fetch.wait(&self.row_receiver)?;
+                if fetched.tag == self.row_tag {
+                    break fetched;
+                }
+            };
+            fetched.result?;
+            let at = segment.pieces.first().map_or(0, |p| p.at);
+            each(i, fetched.buffer.get(at..at + len).ok_or(Error::Order)?);
+            self.rows = Some(fetched.buffer);
+        }
+        Ok(())
+    }
+
+    fn vector(&mut self, tensor: Tensor, each: &mut dyn FnMut(&[u8])) -> Result<(), Error> {
+        self.trunk.vector(&self.fetch, tensor, each)
+    }
+
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), Error> {
+        self.trunk.matrix(&self.fetch, tensor, each)
+    }
+
+    fn request_experts(&mut self, layer: LayerIndex, ids: &[ExpertId]) -> Result<(), Error> {
+        let Self { checkpoint, fetch, arena, .. } = self;
+        arena.request(fetch, layer, ids, &|t| checkpoint.index().place(t, checkpoint.config()))
+    }
+
+    fn experts(
+        &mut self,
+        layer: LayerIndex,
+        ids: &[ExpertId],
+        each: &mut dyn FnMut(usize, Expert<'_>),
+    ) -> Result<(), Error> {
+        let Self { checkpoint, fetch, arena, .. } = self;
+        arena.serve(fetch, layer, ids, &|t| checkpoint.index().place(t, checkpoint.config()), each)
+    }
+}

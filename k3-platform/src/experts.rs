@@ -1,0 +1,255 @@
+//! Routed experts: an arena of slots, the least recently used giving way.
+//!
+//! When a router has chosen, every expert that is missing is asked for at once, as far as there are
+//! slots; the core multiplies whichever has landed, and each that has been used makes room for one
+//! that still waits. An arena of one slot works; a larger one reads less.
+
+use crate::aligned::AlignedBuf;
+use crate::error::Error;
+use crate::fetch::{Fetch, Fetched, Priority};
+use crate::segment::{Piece, Place, Segment};
+use k3_core::checkpoint::{ExpertTensor, Tensor};
+use k3_core::config::ModelConfig;
+use k3_core::view::{Expert, ExpertId, LayerIndex, Mxfp4Matrix};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// The six parts of an expert in the order in which they are stored.
+pub const PARTS: [ExpertTensor; 6] = [
+    ExpertTensor::W1Packed,
+    ExpertTensor::W1Scale,
+    ExpertTensor::W2Packed,
+    ExpertTensor::W2Scale,
+    ExpertTensor::W3Packed,
+    ExpertTensor::W3Scale,
+];
+
+/// An expert of the model.
+pub type Name = (LayerIndex, ExpertId);
+
+/// What the arena did (all counts since it was built).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ExpertStats {
+    /// Experts asked for.
+    pub requests: u64,
+    /// Of these, found in memory.
+    pub hits: u64,
+    /// Time spent waiting for a read that had not arrived.
+    pub waited: Duration,
+    /// Experts with NaN scale bytes (255), which count as 0, and how many they have.
+    pub nan_scales: BTreeMap<Name, usize>,
+}
+
+#[derive(Debug)]
+enum Content {
+    Reading,
+    Here(AlignedBuf),
+}
+
+#[derive(Debug)]
+struct Slot {
+    name: Name,
+    content: Content,
+    /// The larger, the later it was used.
+    used: u64,
+    /// Part of the request that is being served, and not served yet.
+    wanted: bool,
+}
+
+/// Slots for experts.
+#[derive(Debug)]
+pub struct Arena {
+    config: ModelConfig,
+    slot_bytes: usize,
+    capacity: usize,
+    free: Vec<AlignedBuf>,
+    mapped: usize,
+    slots: HashMap<Name, Slot>,
+    clock: u64,
+    /// Chosen, missing, and without a slot so far.
+    waiting: VecDeque<Name>,
+    in_flight: usize,
+    sender: Sender<Fetched>,
+    receiver: Receiver<Fetched>,
+    stats: ExpertStats,
+}
+
+/// The reads and pieces of one expert; `place` says where a part lies.
+pub fn segment(config: &ModelConfig, name: Name, place: impl Fn(Tensor) -> Place) -> Segment {
+    let pieces = PARTS.into_iter().map(|part| {
+        let tensor = Tensor::Expert(name.0, name.1, part);
+        let len = usize::try_from(tensor.spec(config).bytes()).unwrap_or(usize::MAX);
+        Piece { tensor, first_row: 0, rows: 1, place: place(tensor), len, at: 0 }
+    });
+    Segment::gather(pieces.collect())
+}
+
+impl Arena {
+    /// An arena for at most `capacity` experts whose segments have at most `slot_bytes`. Memory is
+    /// mapped slot by slot, when one is first needed.
+    #[must_use]
+    pub fn new(config: ModelConfig, capacity: usize, slot_bytes: usize) -> Self {
+        let (sender, receiver) = channel();
+        Self {
+            config,
+            slot_bytes,
+            capacity: capacity.max(1),
+            free: Vec::new(),
+            mapped: 0,
+            slots: HashMap::new(),
+            clock: 0,
+            waiting: VecDeque::new(),
+            in_flight: 0,
+            sender,
+            receiver,
+            stats: ExpertStats::default(),
+        }
+    }
+
+    /// Counts since it was built.
+    #[must_use]
+    pub const fn stats(&self) -> &ExpertStats {
+        &self.stats
+    }
+
+    /// Starts reading what is missing of `ids`.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] if a slot cannot be mapped.
+    pub fn request(
+        &mut self,
+        fetch: &Fetch,
+        layer: LayerIndex,
+        ids: &[ExpertId],
+        place: &impl Fn(Tensor) -> Place,
+    ) -> Result<(), Error> {
+        // A broken-off pass may have left wishes behind.
+        self.waiting.clear();
+        self.slots.values_mut().for_each(|s| s.wanted = false);
+        for &id in ids {
+            self.clock += 1;
+            self.stats.requests += 1;
+            match self.slots.get_mut(&(layer, id)) {
+                Some(slot) => {
+                    (slot.wanted, slot.used) = (true, self.clock);
+                    self.stats.hits += u64::from(matches!(slot.content, Content::Here(_)));
+                }
+                None => self.waiting.push_back((layer, id)),
+            }
+        }
+        self.pump(fetch, place)
+    }
+
+    /// Gives slots to those that wait, the least recently used giving way.
+    fn pump(&mut self, fetch: &Fetch, place: &impl Fn(Tensor) -> Place) -> Result<(), Error> {
+        while let Some(&name) = self.waiting.front() {
+            let Some(buffer) = self.room()? else { return Ok(()) };
+            let segment = segment(&self.config, name, place);
+            let tag = u64::from(name.0.0) << 16 | u64::from(name.1.0);
+            fetch.submit(&segment.reads, buffer, tag, Priority::Urgent, &self.sender);
+            self.clock += 1;
+            self.slots.insert(name, Slot { name, content: Content::Reading, used: self.clock, wanted: true });
+            self.in_flight += 1;
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// A buffer to read into, if one can be had now.
+    fn room(&mut self) -> Result<Option<AlignedBuf>, Error> {
+        if let Some(buffer) = self.free.pop() {
+            return Ok(Some(buffer));
+        }
+        if self.mapped < self.capacity {
+            self.mapped += 1;
+            return Ok(Some(AlignedBuf::zeroed(self.slot_bytes)?));
+        }
+        let idle = self.slots.values().filter(|s| !s.wanted && matches!(s.content, Content::Here(_)));
+        let Some(name) = idle.min_by_key(|s| s.used).map(|s| s.name) else { return Ok(None) };
+        Ok(match self.slots.remove(&name).map(|s| s.content) {
+            Some(Content::Here(buffer)) => Some(buffer),
+            _ => None,
+        })
+    }
+
+    /// Lends each of `ids`, which were requested last, once.
+    ///
+    /// # Errors
+    /// Those of the reads.
+    pub fn serve(
+        &mut self,
+        fetch: &Fetch,
+        layer: LayerIndex,
+        ids: &[ExpertId],
+        place: &impl Fn(Tensor) -> Place,
+        each: &mut dyn FnMut(usize, Expert<'_>),
+    ) -> Result<(), Error> {
+        let mut todo: VecDeque<ExpertId> = ids.iter().copied().collect();
+        while !todo.is_empty() {
+            fetch.check()?;
+            let ready = todo.iter().position(|&id| {
+                self.slots.get(&(layer, id)).is_some_and(|s| s.wanted && matches!(s.content, Content::Here(_)))
+            });
+            let Some(ready) = ready else {
+                self.receive(fetch, place)?;
+                self.pump(fetch, place)?;
+                continue;
+            };
+            let Some(id) = todo.remove(ready) else { return Err(Error::Order) };
+            let name = (layer, id);
+            let index = ids.binary_search(&id).map_err(|_| Error::Order)?;
+            let segment = segment(&self.config, name, place);
+            let slot = self.slots.get_mut(&name).ok_or(Error::Order)?;
+            slot.wanted = false;
+            if let Content::Here(buffer) = &slot.content {
+                each(index, view(&self.config, &segment, buffer).ok_or(Error::Order)?);
+            }
+            self.pump(fetch, place)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for one read.
+    fn receive(&mut self, fetch: &Fetch, place: &impl Fn(Tensor) -> Place) -> Result<(), Error> {
+        if self.in_flight == 0 {
+            return Err(Error::Order);
+        }
+        let started = Instant::now();
+        let fetched = fetch.wait(&self.receiver)?;
+        self.stats.waited += started.elapsed();
+        self.in_flight -= 1;
+        let layer = LayerIndex(u16::try_from(fetched.tag >> 16).unwrap_or(u16::MAX));
+        let name = (layer, ExpertId(u16::try_from(fetched.tag & 0xffff).unwrap_or(u16::MAX)));
+        if let Err(error) = fetched.result {
+            self.slots.remove(&name);
+            self.free.push(fetched.buffer);
+            return Err(error.into());
+        }
+        // Scales are 1/17 of the bytes; a NaN among them silences 32 weights and must not be silent.
+        let segment = segment(&self.config, name, place);
+        if let Some(e) = view(&self.config, &segment, &fetched.buffer) {
+            let nan = [e.w1, e.w2, e.w3].iter().map(Mxfp4Matrix::nan_scales).sum();
+            if nan > 0 {
+                self.stats.nan_scales.insert(name, nan);
+            }
+        }
+        if let Some(slot) = self.slots.get_mut(&name) {
+            slot.content = Content::Here(fetched.buffer);
+        } else {
+            self.free.push(fetched.buffer);
+        }
+        Ok(())
+    }
+}
+
+/// The three matrices in a filled buffer.
+fn view<'b>(config: &ModelConfig, segment: &Segment, buffer: &'b [u8]) -> Option<Expert<'b>> {
+    let part = |i: usize| segment.pieces.get(i).and_then(|p| buffer.get(p.at..p.at + p.len));
+    let (inner, latent) = (config.moe_intermediate_size, config.routed_expert_hidden_size);
+    Some(Expert {
+        w1: Mxfp4Matrix::new(part(0)?, part(1)?, inner, latent).ok()?,
+        w2: Mxfp4Matrix::new(part(2)?, part(3)?, latent, inner).ok()?,
+        w3: Mxfp4Matrix::new(part(4)?, part(5)?, inner, latent).ok()?,
+    })
+}

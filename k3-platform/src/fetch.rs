@@ -1,0 +1,87 @@
+//! Reads of segments, in the background, until somebody says stop.
+
+use crate::aligned::AlignedBuf;
+use crate::error::Error;
+use crate::io::{Done, Extent, FileSet, Job, ReadPool, Window};
+use crate::segment::{Read, block};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+pub use crate::io::Priority;
+
+/// How long a stop request can go unseen while a read is waited for.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// A segment that has arrived, or has not.
+pub type Fetched = Done<u64>;
+
+/// Reads pieces of a checkpoint's files.
+pub struct Fetch {
+    pool: ReadPool,
+    files: FileSet,
+    stop: Arc<AtomicBool>,
+}
+
+impl std::fmt::Debug for Fetch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Fetch").field("files", &self.files).finish_non_exhaustive()
+    }
+}
+
+impl Fetch {
+    /// Starts `readers` threads over `files`.
+    ///
+    /// # Errors
+    /// [`Error::Threads`] if the system refuses a thread.
+    pub fn new(files: FileSet, readers: usize) -> Result<Self, Error> {
+        let pool = ReadPool::new(readers).map_err(Error::Threads)?;
+        Ok(Self { pool, files, stop: Arc::default() })
+    }
+
+    /// Setting this ends every wait with [`Error::Stopped`].
+    #[must_use]
+    pub fn stop_flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.stop)
+    }
+
+    /// Bytes that came from files.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.pool.bytes_read()
+    }
+
+    /// Queues the reads of one segment; the answer goes to `reply`.
+    pub fn submit(&self, reads: &[Read], buffer: AlignedBuf, tag: u64, priority: Priority, reply: &Sender<Fetched>) {
+        // Shard numbers come from the index this set was made of, and offsets were held against the
+        // files' lengths when it was opened.
+        let extents = reads.iter().filter_map(|read| {
+            let file = self.files.file(usize::from(read.place.shard))?;
+            let window = Window::new(read.place.offset, read.len, block())?;
+            Some(Extent { file, window, at: read.at })
+        });
+        let extents = extents.collect();
+        self.pool.submit(priority, Job { tag, extents, buffer }, reply);
+    }
+
+    /// # Errors
+    /// [`Error::Stopped`] once the stop flag is set.
+    pub fn check(&self) -> Result<(), Error> {
+        if self.stop.load(Ordering::Relaxed) { Err(Error::Stopped) } else { Ok(()) }
+    }
+
+    /// Waits for an answer.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`] once the stop flag is set.
+    pub fn wait(&self, answers: &Receiver<Fetched>) -> Result<Fetched, Error> {
+        loop {
+            match answers.recv_timeout(PATIENCE) {
+                Ok(fetched) => return Ok(fetched),
+                Err(RecvTimeoutError::Timeout) => self.check()?,
+                Err(RecvTimeoutError::Disconnected) => return Err(Error::Order),
+            }
+        }
+    }
+}

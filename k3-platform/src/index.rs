@@ -1,0 +1,363 @@
+//! Where each tensor lies: index and shard headers, reconciled, in ten bytes a tensor.
+//!
+//! The released model has 497,220 tensors in 96 shards. Names are not kept: a tensor of the config
+//! has a number ([`k3_core::checkpoint::slot`]), and the index is two flat arrays over these
+//! numbers. The 60 MB of `model.safetensors.index.json` are read in windows, the headers one shard
+//! at a time; nothing is allocated by a length a file claims.
+
+use crate::error::Error;
+use crate::io::{ReadAt, Source, read_exact_at};
+use crate::segment::Place;
+use k3_core::checkpoint::{self, Named, Tensor};
+use k3_core::config::ModelConfig;
+use k3_core::json::{Event, JsonError, Parser, State, Str};
+use k3_core::safetensors;
+use std::collections::{HashMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// Bytes of `model.safetensors.index.json` that are looked at together.
+const WINDOW: usize = 1 << 20;
+
+/// A tensor's name is not longer than this (bytes).
+const NAME: usize = 512;
+
+/// Names of tensors that are not read, and shards: more than any release has, few enough to keep.
+const MANY: usize = 65_000;
+
+/// No shard.
+const NOWHERE: u16 = u16::MAX;
+
+/// A file of the checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shard {
+    /// Its name in the checkpoint's directory.
+    pub name: String,
+    /// Its length (bytes).
+    pub len: u64,
+}
+
+/// Where each tensor lies.
+#[derive(Debug)]
+pub struct Index {
+    shards: Vec<Shard>,
+    shard_of: Vec<u16>,
+    offset_of: Vec<u64>,
+    /// Lengths of the tensors that may have more than one ([`Tensor::accepts`]: `A_log`), if it is
+    /// not the usual one (bytes).
+    odd: HashMap<usize, u64>,
+    /// Tensors that belong to the checkpoint and not to the text model.
+    ignored: usize,
+}
+
+/// Calls `member(parser event)` for each event of a JSON file read in windows.
+fn scan(
+    path: &Path,
+    file: &dyn ReadAt,
+    mut event: impl FnMut(usize, Event<'_>, u64) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let len = file.len().map_err(|source| Error::Open { path: path.to_owned(), source })?;
+    let (mut state, mut base) = (State::START, 0u64);
+    let mut window: Vec<u8> = Vec::new();
+    loop {
+        let have = base + window.len() as u64;
+        let more = usize::try_from(len - have).unwrap_or(usize::MAX).min(WINDOW);
+        let start = window.len();
+        window.resize(start + more, 0);
+        read_exact_at(file, &mut window[start..], have)?;
+        let last = have + more as u64 == len;
+        let mut parser = Parser::resume(state, &window, base, last);
+        loop {
+            match parser.next() {
+                Ok(Some(e)) => event(parser.depth(), e, parser.token_offset())?,
+                Ok(None) => return Ok(()),
+                Err(JsonError::Incomplete { .. }) => break,
+                Err(source) => return Err(Error::Json { path: path.to_owned(), source }),
+            }
+        }
+        // No token of an index is as long as a window.
+        if parser.consumed() == 0 && window.len() >= 2 * WINDOW {
+            return Err(Error::Structure { path: path.to_owned(), expected: "a shorter string", offset: base });
+        }
+        let consumed = parser.consumed();
+        state = parser.state();
+        base += consumed as u64;
+        window.drain(..consumed);
+    }
+}
+
+fn decode<'b>(path: &Path, text: &Str<'_>, buffer: &'b mut [u8; NAME]) -> Result<&'b str, Error> {
+    text.decode_into(buffer).map_err(|_| Error::Structure {
+        path: path.to_owned(),
+        expected: "a name of at most 512 bytes",
+        offset: text.offset(),
+    })
+}
+
+impl Index {
+    /// Reads the index of `dir` and the headers of all the shards it names, and holds them against
+    /// each other, the config, and the files' lengths.
+    ///
+    /// # Errors
+    /// [`Error`] naming the first contradiction.
+    pub fn open(dir: &Path, source: &dyn Source, config: &ModelConfig) -> Result<Self, Error> {
+        let path = dir.join("model.safetensors.index.json");
+        let file = source.open(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
+        let count = checkpoint::slot_count(config);
+        let mut index = Self {
+            shards: Vec::new(),
+            shard_of: vec![NOWHERE; count],
+            offset_of: vec![0; count],
+            odd: HashMap::new(),
+            ignored: 0,
+        };
+        let ignored = index.read_map(&path, &*file, config)?;
+        index.ignored = ignored.len();
+
+        let mut missing =
+            checkpoint::expected(config).filter(|&t| index.shard_of[checkpoint::slot(t, config)] == NOWHERE);
+        if let Some(first) = missing.next() {
+            return Err(Error::MissingTensors { path, first, count: 1 + missing.count() });
+        }
+        drop(missing);
+
+        let mut files = Vec::new();
+        let mut absent = Vec::new();
+        for shard in &index.shards {
+            let path = dir.join(&shard.name);
+            match source.open(&path) {
+                Ok(file) => drop(file),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => absent.push(path.clone()),
+                Err(source) => return Err(Error::Open { path, source }),
+            }
+            files.push(path);
+        }
+        if let Some(path) = absent.first() {
+            return Err(Error::MissingShard { path: path.clone(), count: absent.len() });
+        }
+        let mut found = 0;
+        for (number, path) in files.into_iter().enumerate() {
+            found += index.read_header(number, path, source, config, &ignored)?;
+        }
+        let expected = checkpoint::expected(config).count() + ignored.len();
+        if found != expected {
+            // Each tensor of a shard was looked up in the index, so only the reverse can be wrong.
+            return Err(index.unfound(dir, config, &ignored));
+        }
+        Ok(index)
+    }
+
+    /// The `weight_map`. Returns the ignored names with their shards.
+    fn read_map(
+        &mut self,
+        path: &Path,
+        file: &dyn ReadAt,
+        config: &ModelConfig,
+    ) -> Result<HashMap<String, u16>, Error> {
+        let mut numbers: HashMap<String, u16> = HashMap::new();
+        let mut ignored: HashMap<String, u16> = HashMap::new();
+        let (mut inside, mut seen) = (false, false);
+        // The member whose value comes next: a tensor of the model, or an ignored one.
+        let mut member: Option<Result<Tensor, String>> = None;
+        let mut buffer = [0; NAME];
+        let structure = |expected, offset| Error::Structure { path: path.to_owned(), expected, offset };
+        scan(path, file, |depth, event, offset| {
+            match (depth, event) {
+                (1, Event::Key(key)) => {
+                    inside = key == "weight_map";
+                    if inside && seen {
+                        return Err(structure("one \"weight_map\"", offset));
+                    }
+                    seen |= inside;
+                }
+                (2, Event::Key(key)) if inside => {
+                    let name = decode(path, &key, &mut buffer)?;
+                    member = Some(match Tensor::parse(name, config) {
+                        Named::Known(tensor) => Ok(tensor),
+                        Named::Ignored => Err(name.to_owned()),
+                        Named::Unknown => {
+                            return Err(Error::UnknownTensor { path: path.to_owned(), name: name.to_owned() });
+                        }
+                    });
+                }
+                (2, Event::Str(text)) if inside => {
+                    let name = decode(path, &text, &mut buffer)?;
+                    let number = match numbers.get(name) {
+                        Some(&number) => number,
+                        None => {
+                            let plain = Path::new(name).file_name().is_some_and(|f| f == name) && !name.contains('\0');
+                            if !plain {
+                                return Err(Error::ShardName { path: path.to_owned(), name: name.to_owned() });
+                            }
+                            let number = u16::try_from(self.shards.len()).ok().filter(|&n| usize::from(n) < MANY);
+                            let number = number.ok_or_else(|| structure("fewer shards", offset))?;
+                            self.shards.push(Shard { name: name.to_owned(), len: 0 });
+                            numbers.insert(name.to_owned(), number);
+                            number
+                        }
+                    };
+                    match member.take() {
+                        Some(Ok(tensor)) => {
+                            let slot = checkpoint::slot(tensor, config);
+                            if self.shard_of[slot] != NOWHERE {
+                                return Err(Error::Duplicate { path: path.to_owned(), name: tensor.to_string() });
+                            }
+                            self.shard_of[slot] = number;
+                        }
+                        Some(Err(name)) => {
+                            if ignored.len() == MANY {
+                                return Err(structure("fewer tensors that are not of the text model", offset));
+                            }
+                            if ignored.insert(name.clone(), number).is_some() {
+                                return Err(Error::Duplicate { path: path.to_owned(), name });
+                            }
+                        }
+                        None => {}
+                    }
+                }
+                (1, Event::ObjectEnd) if inside => inside = false,
+                (1.., _) if inside && !matches!((depth, event), (2, Event::ObjectStart)) => {
+                    return Err(structure("an object of tensor names and file names", offset));
+                }
+                _ => {}
+            }
+            Ok(())
+        })?;
+        if !seen {
+            return Err(structure("a \"weight_map\"", 0));
+        }
+        Ok(ignored)
+    }
+
+    /// One shard's header. Returns how many tensors it has.
+    fn read_header(
+        &mut self,
+        number: usize,
+        path: PathBuf,
+        source: &dyn Source,
+        config: &ModelConfig,
+        ignored: &HashMap<String, u16>,
+    ) -> Result<usize, Error> {
+        let file = source.open(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
+        let file_len = file.len().map_err(|source| Error::Open { path: path.clone(), source })?;
+        let header_fault = |source| Error::Header { path: path.clone(), source };
+        let mut prefix = [0; 8];
+        if file_len >= 8 {
+            read_exact_at(&*file, &mut prefix, 0)?;
+        }
+        let len = safetensors::header_len(prefix, file_len).map_err(header_fault)?;
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+        read_exact_at(&*file, &mut bytes, 8)?;
+        let header = safetensors::Header::parse(&bytes, file_len).map_err(header_fault)?;
+        let data_start = header.data_start();
+        let mut spans: Vec<(u64, u64, u64)> = Vec::new();
+        let mut twice: HashSet<String> = HashSet::new();
+        let mut buffer = [0; NAME];
+        let mine = u16::try_from(number).unwrap_or(NOWHERE);
+        for entry in header.entries() {
+            let entry = entry.map_err(header_fault)?;
+            let name = decode(&path, &entry.name, &mut buffer)?;
+            spans.push((entry.begin, entry.end, entry.name.offset()));
+            match Tensor::parse(name, config) {
+                Named::Known(tensor) => {
+                    let slot = checkpoint::slot(tensor, config);
+                    if self.shard_of[slot] != mine {
+                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
+                    }
+                    // An offset of zero is inside the header, so it can stand for "not yet seen".
+                    if self.offset_of[slot] != 0 {
+                        return Err(Error::Duplicate { path, name: name.to_owned() });
+                    }
+                    let Some(dtype) = entry.dtype else {
+                        let mut text = [0; 64];
+                        let name = entry.dtype_name.decode_into(&mut text).unwrap_or("of a long name");
+                        let fault = format!("its dtype {name} is not one this engine reads");
+                        return Err(Error::Shape { path, tensor, fault });
+                    };
+                    tensor.accepts(config, dtype, entry.shape()).map_err(|fault| Error::Shape {
+                        path: path.clone(),
+                        tensor,
+                        fault: fault.to_string(),
+                    })?;
+                    self.offset_of[slot] = entry.begin;
+                    let stored = entry.end - entry.begin;
+                    if stored != tensor.spec(config).bytes() {
+                        self.odd.insert(slot, stored);
+                    }
+                }
+                Named::Ignored => {
+                    if ignored.get(name) != Some(&mine) {
+                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
+                    }
+                    if !twice.insert(name.to_owned()) {
+                        return Err(Error::Duplicate { path, name: name.to_owned() });
+                    }
+                }
+                Named::Unknown => return Err(Error::UnknownTensor { path, name: name.to_owned() }),
+            }
+        }
+        let count = spans.len();
+        spans.sort_unstable();
+        let name_at = |at: u64| {
+            let mut text = [0; NAME];
+            header.name_at(at).and_then(|n| n.decode_into(&mut text).ok().map(str::to_owned)).unwrap_or_default()
+        };
+        for pair in spans.windows(2) {
+            if let [(_, end, first), (begin, _, second)] = *pair
+                && begin < end
+            {
+                return Err(Error::Overlap { first: name_at(first), second: name_at(second), path: path.clone() });
+            }
+        }
+        let end = spans.iter().map(|s| s.1).max().unwrap_or(data_start);
+        if end != file_len {
+            return Err(Error::Length { path, expected: end, found: file_len });
+        }
+        self.shards[number].len = file_len;
+        Ok(count)
+    }
+
+    /// The first tensor that the index names and its shard does not have.
+    fn unfound(&self, dir: &Path, config: &ModelConfig, ignored: &HashMap<String, u16>) -> Error {
+        let unseen = checkpoint::expected(config).find(|&t| self.offset_of[checkpoint::slot(t, config)] == 0);
+        let (name, shard) = match unseen {
+            Some(tensor) => (tensor.to_string(), self.shard_of[checkpoint::slot(tensor, config)]),
+            None => ignored.iter().next().map_or_else(Default::default, |(n, &s)| (n.clone(), s)),
+        };
+        let shard = self.shards.get(usize::from(shard)).map_or("", |s| s.name.as_str());
+        Error::NotInShard { path: dir.join(shard), name, indexed: true }
+    }
+
+    /// The files, in the order in which the index first names them.
+    #[must_use]
+    pub fn shards(&self) -> &[Shard] {
+        &self.shards
+    }
+
+    /// Tensors that belong to the checkpoint and not to the text model.
+    #[must_use]
+    pub const fn ignored(&self) -> usize {
+        self.ignored
+    }
+
+    /// Where a tensor of `config` begins.
+    #[must_use]
+    pub fn place(&self, tensor: Tensor, config: &ModelConfig) -> Place {
+        let slot = checkpoint::slot(tensor, config);
+        Place { shard: self.shard_of[slot], offset: self.offset_of[slot] }
+    }
+
+    /// Bytes a tensor of `config` has in its file.
+    #[must_use]
+    pub fn stored_bytes(&self, tensor: Tensor, config: &ModelConfig) -> usize {
+        let slot = checkpoint::slot(tensor, config);
+        let bytes = self.odd.get(&slot).copied().unwrap_or_else(|| tensor.spec(config).bytes());
+        usize::try_from(bytes).unwrap_or(usize::MAX)
+    }
+
+    /// Bytes that are kept.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let names: usize = self.shards.iter().map(|s| size_of::<Shard>() + s.name.len()).sum();
+        (self.shard_of.len() * 2 + self.offset_of.len() * 8 + names) as u64
+    }
+}

@@ -1,0 +1,253 @@
+//! The memory plan: from a config and a budget to sizes, or a refusal with the numbers.
+//!
+//! Every byte the engine will ever hold is a line of the [`Ledger`], and the run allocates what the
+//! ledger says and nothing else. Order of spending: what is fixed, the context, a ring for the
+//! trunk, a minimum of experts; then whole layers are pinned, from the first one on, and `lm_head`
+//! after the last; only when all of the trunk is pinned does the rest go to the experts, because a
+//! router spreads its choices on purpose.
+
+use crate::segment::{Source, cut, least_slot};
+use crate::units::human;
+use k3_core::carve::Line as CacheLine;
+use k3_core::config::{MlpKind, ModelConfig};
+use k3_core::model::{Extent, State, Workspace};
+
+/// What the process itself touches: code, heap, allocator, runtime (bytes). Checked against the peak
+/// of real runs by the budget tests.
+pub const PROCESS_BYTES: u64 = 14_000_000;
+
+/// What a thread touches of its stack, with the allocator's share (bytes).
+pub const THREAD_BYTES: u64 = 192 * 1024;
+
+/// A slot of the trunk's ring is not larger than this: enough for a disk's full speed, small enough
+/// that computing can start early (bytes).
+const SLOT_TARGET: usize = 16 << 20;
+
+/// Slots of the ring when there is room: one being used, the others being filled.
+const RING_TARGET: usize = 8;
+
+/// What is asked of the plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// Peak memory that must not be passed (bytes).
+    pub budget: u64,
+    /// Positions of the longest sequence.
+    pub context: usize,
+    /// Positions that a chunk could use at most: the length of the prompt.
+    pub prompt: usize,
+    /// Forces the positions of a chunk.
+    pub chunk: Option<usize>,
+    /// Threads that compute.
+    pub threads: usize,
+    /// Threads that read.
+    pub readers: usize,
+    /// Whether logits of all positions of a chunk are held at once, and not only the last one's.
+    pub all_logits: bool,
+}
+
+/// What the plan must know about a checkpoint.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes<'a> {
+    /// Its config.
+    pub config: &'a ModelConfig,
+    /// The tensors of each layer in walk order; the last entry is the head.
+    pub walk: &'a [Vec<Source>],
+    /// Bytes of buffer for one expert.
+    pub expert: usize,
+    /// Bytes of the tensor index that are kept.
+    pub index: u64,
+    /// Bytes of the tokenizer that are kept.
+    pub tokenizer: u64,
+}
+
+/// A line of the ledger.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// What it is for.
+    pub name: &'static str,
+    /// Bytes.
+    pub bytes: u64,
+    /// How it comes about.
+    pub note: String,
+}
+
+/// All that will be held.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Ledger {
+    /// In order of spending.
+    pub entries: Vec<Entry>,
+}
+
+impl Ledger {
+    fn add(&mut self, name: &'static str, bytes: u64, note: String) {
+        self.entries.push(Entry { name, bytes, note });
+    }
+
+    /// The sum (bytes).
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.entries.iter().fold(0, |sum, e| sum.saturating_add(e.bytes))
+    }
+}
+
+impl std::fmt::Display for Ledger {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for e in &self.entries {
+            writeln!(f, "  {:<14} {:>12}  {}", e.name, human(e.bytes), e.note)?;
+        }
+        write!(f, "  {:<14} {:>12}", "total", human(self.total()))
+    }
+}
+
+/// Sizes that hold the budget.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// The budget that was asked for (bytes).
+    pub budget: u64,
+    /// Chunk, context and threads of a pass.
+    pub extent: Extent,
+    /// Threads that read.
+    pub readers: usize,
+    /// Positions whose logits are held at once.
+    pub logit_rows: usize,
+    /// Bytes of a slot of the ring.
+    pub slot: usize,
+    /// Slots of the ring.
+    pub ring: usize,
+    /// Layers of the pinned prefix.
+    pub pinned: usize,
+    /// Whether `lm_head` is pinned too.
+    pub head_pinned: bool,
+    /// Experts the arena holds.
+    pub arena: usize,
+    /// Everything, line by line.
+    pub ledger: Ledger,
+}
+
+/// The budget cannot hold the request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The budget that was asked for (bytes).
+    pub budget: u64,
+    /// The least that would do (bytes).
+    pub floor: u64,
+    /// Why.
+    pub ledger: Ledger,
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "a budget of {} ({} bytes) cannot hold this request; the least is {} ({} bytes):\n{}",
+            human(self.budget),
+            self.budget,
+            human(self.floor),
+            self.floor,
+            self.ledger
+        )
+    }
+}
+
+impl std::error::Error for Refusal {}
+
+fn lines(count: Option<usize>) -> u64 {
+    count.map_or(u64::MAX, |n| (n as u64).saturating_mul(CacheLine::BYTES as u64))
+}
+
+/// What is needed whatever the budget is, for a chunk of `chunk` positions.
+fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize) -> Ledger {
+    let c = sizes.config;
+    let mut ledger = Ledger::default();
+    let threads = (request.threads + request.readers) as u64;
+    let note = format!("code and heap, {} computing and {} reading threads", request.threads, request.readers);
+    ledger.add("process", PROCESS_BYTES.saturating_add(threads.saturating_mul(THREAD_BYTES)), note);
+    ledger.add("index", sizes.index, "where each tensor lies".to_owned());
+    ledger.add("tokenizer", sizes.tokenizer, format!("{} ids", c.vocab_size));
+    let states = lines(State::lines(c, 0));
+    let note =
+        format!("{} layers x {} heads x {} x {}", c.num_kda_layers(), c.kda_num_heads, c.kda_head_dim, c.kda_head_dim);
+    ledger.add("KDA states", states, note);
+    let latent = lines(State::lines(c, request.context)).saturating_sub(states);
+    let per = 4 * (c.latent_width() * c.num_mla_layers()) as u64;
+    ledger.add("context", latent, format!("{} positions x {per} bytes", request.context));
+    let extent = Extent { chunk, context: request.context, width: request.threads };
+    ledger.add("activations", lines(Workspace::lines(c, extent)), format!("chunks of {chunk} positions"));
+    let rows = if request.all_logits { chunk } else { 1 };
+    ledger.add("logits", (rows as u64).saturating_mul(4 * c.vocab_size as u64), format!("{rows} x {}", c.vocab_size));
+    ledger
+}
+
+/// Makes the plan.
+///
+/// # Errors
+/// [`Refusal`] if the budget is below the floor.
+pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
+    let c = sizes.config;
+    let everything: Vec<Source> = sizes.walk.iter().flatten().copied().collect();
+    let least = least_slot(&everything);
+    let experts = c.layers().filter(|&l| c.mlp_kind(l) == MlpKind::Moe).count() * c.num_experts;
+    let expert = sizes.expert as u64;
+    let one_expert = u64::from(experts > 0) * expert;
+
+    // The floor: one position at a time, one slot, one expert.
+    let floor_chunk = request.chunk.unwrap_or(1).max(1);
+    let mut floor = fixed(sizes, request, floor_chunk);
+    floor.add("trunk ring", least as u64, "1 slot".to_owned());
+    floor.add("experts", one_expert, format!("{} slot", u64::from(experts > 0)));
+    if floor.total() > request.budget {
+        return Err(Refusal { budget: request.budget, floor: floor.total(), ledger: floor });
+    }
+
+    // The chunk: a sixteenth of the budget, for each trunk byte is read once per chunk.
+    let minimum = least as u64 + one_expert;
+    let chunk = request.chunk.unwrap_or_else(|| {
+        let fits = |chunk: usize| {
+            let total = fixed(sizes, request, chunk).total();
+            let more = total - fixed(sizes, request, 1).total().min(total);
+            more <= request.budget / 16 && total.saturating_add(minimum) <= request.budget
+        };
+        (2..=request.prompt.min(512)).rev().find(|&n| fits(n)).unwrap_or(1)
+    });
+    let mut ledger = fixed(sizes, request, chunk.max(1));
+    let mut left = request.budget - ledger.total() - minimum;
+
+    // The ring: at most a quarter of what is left.
+    let largest = sizes.walk.iter().map(|w| w.iter().map(|s| s.rows * s.row_bytes).sum::<usize>()).max().unwrap_or(0);
+    let target = SLOT_TARGET.min((largest / 2).next_multiple_of(4096)).max(least);
+    let ring_bytes = usize::try_from(left / 4).unwrap_or(usize::MAX).saturating_add(least);
+    let slot = target.min(ring_bytes / 4 / 4096 * 4096).max(least);
+    let ring = (ring_bytes / slot).clamp(1, RING_TARGET);
+    ledger.add("trunk ring", (ring * slot) as u64, format!("{ring} slots of {}", human(slot as u64)));
+    left = left.saturating_sub((ring * slot) as u64 - least as u64);
+
+    // The least of the experts: a token's choice in one layer, if half of what is left holds it.
+    let extra = left.checked_div(2 * expert).unwrap_or(0).min(c.num_experts_per_token.saturating_sub(1) as u64);
+    let mut arena = if experts == 0 { 0 } else { 1 + usize::try_from(extra).unwrap_or(0) };
+    left -= (arena as u64).saturating_sub(1) * expert;
+
+    // Pinned layers, and the head when all of them are.
+    let costs: Vec<u64> = sizes.walk.iter().map(|w| cut(w, slot).iter().map(|s| s.bytes as u64).sum()).collect();
+    let (mut pinned, mut pinned_bytes) = (0, 0u64);
+    for &cost in &costs {
+        if cost > left {
+            break;
+        }
+        left -= cost;
+        pinned_bytes += cost;
+        pinned += 1;
+    }
+    let head_pinned = pinned == costs.len();
+    let layers = pinned - usize::from(head_pinned);
+    let note = format!("{layers} of {} layers{}", c.num_hidden_layers, if head_pinned { " and lm_head" } else { "" });
+    ledger.add("pinned trunk", pinned_bytes, note);
+
+    if head_pinned && expert > 0 {
+        arena = arena.saturating_add(usize::try_from(left / expert).unwrap_or(usize::MAX)).min(experts);
+    }
+    ledger.add("experts", arena as u64 * expert, format!("{arena} of {experts}, {} each", human(expert)));
+    let extent = Extent { chunk: chunk.max(1), context: request.context, width: request.threads };
+    let logit_rows = if request.all_logits { extent.chunk } else { 1 };
+    let (budget, readers) = (request.budget, request.readers);
+    Ok(Plan { budget, extent, readers, logit_rows, slot, ring, pinned: layers, head_pinned, arena, ledger })
+}
