@@ -1,2 +1,27 @@
-//! Placeholder.
-fn main() {}
+//! The `k3` command: arguments, progress, printing. No arithmetic and no policy of reading.
+
+mod args;
+mod fail;
+mod npy;
+mod report;
+mod run;
+mod text;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    // clap answers a usage error with 2 and help with 0, as documented.
+    let cli = Cli::parse();
+    let done = match cli.command {
+        Command::Run(run) => run::run(&run),
+    };
+    match done {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            failure.print();
+            ExitCode::from(failure.code)
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The command line.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+/// Runs Kimi K3 on one ordinary CPU, in as little memory as you give it.
+#[derive(Debug, Parser)]
+#[command(name = "k3", version, after_help = EXIT_CODES)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done
+  1    a check that was asked for failed
+  2    usage, or a config or prompt that is refused
+  3    the checkpoint or vocabulary is damaged, incomplete or of another model
+  4    the budget cannot hold the request
+  5    I/O failed while running
+  6    the arithmetic went non-finite
+  130  interrupted (143: terminated); what was generated so far is printed
+
+Sizes: G and GB are 10^9 bytes, GiB is 2^30; likewise M and K.";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Continues a prompt with the model's own greedy tokens.
+    Run(Box<Run>),
+}
+
+/// Where the weights are read from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Io {
+    /// Past the page cache where the file system allows it.
+    Direct,
+    /// Through the page cache.
+    Buffered,
+}
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  k3 run /models/kimi-k3 --prompt \"The capital of France is\" --memory 16G
+  k3 run /models/kimi-k3 --prompt-file question.txt --max-tokens 400 --json > answer.json
+  K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8";
+
+#[derive(Debug, Args)]
+#[command(after_help = RUN_EXAMPLES)]
+pub(crate) struct Run {
+    /// The checkpoint's directory, as downloaded.
+    #[arg(env = "K3_MODEL", value_name = "MODEL_DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) prompt: Prompt,
+
+    /// Tokens to generate at most.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) max_tokens: usize,
+
+    /// Memory the whole process may use at its peak, such as 2G or 12GiB; "auto" is what the machine
+    /// has free, less a reserve.
+    #[arg(long, value_name = "SIZE", default_value = "auto")]
+    pub(crate) memory: String,
+
+    /// Positions the sequence may have [default: what prompt and --max-tokens need].
+    #[arg(long, value_name = "N")]
+    pub(crate) context: Option<usize>,
+
+    /// Threads that compute [default: the physical cores this process may use].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+
+    /// Kernels: scalar, avx2 or avx512; "auto" is the best of this CPU. The answer never depends on it.
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub(crate) backend: String,
+
+    /// Positions per prefill pass [default: what a sixteenth of the memory holds].
+    #[arg(long, value_name = "N")]
+    pub(crate) chunk: Option<usize>,
+
+    /// How weights are read.
+    #[arg(long, value_enum, default_value_t = Io::Direct)]
+    pub(crate) io: Io,
+
+    /// Runs the whole prefix again for each token: slow, and a check of everything that is kept.
+    #[arg(long)]
+    pub(crate) no_incremental: bool,
+
+    /// Goes on past the ids that end a text.
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+
+    /// Turns spellings such as <|open|> in the prompt into control ids; without it they are text.
+    #[arg(long)]
+    pub(crate) parse_special: bool,
+
+    /// Writes the logits of every prompt position to a .npy file, f32 [positions, vocabulary].
+    #[arg(long, value_name = "FILE.npy")]
+    pub(crate) dump_logits: Option<PathBuf>,
+
+    /// Prints one JSON object instead of the text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// No progress and no report.
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct Prompt {
+    /// The text to continue.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) prompt: Option<std::ffi::OsString>,
+
+    /// A file with the text to continue, taken byte for byte; "-" is standard input.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) prompt_file: Option<PathBuf>,
+
+    /// The token ids to continue, separated by commas.
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1)]
+    pub(crate) ids: Option<Vec<u32>>,
+}

@@ -1,0 +1,91 @@
+//! Failures as people see them: one sentence, a hint, and an exit code.
+
+use k3_core::model::ForwardError;
+use k3_platform::error::Error;
+use std::io::Write as _;
+
+/// Usage, or a config or prompt that is refused.
+pub(crate) const USAGE: u8 = 2;
+/// The checkpoint or vocabulary is damaged, incomplete or of another model.
+pub(crate) const DAMAGED: u8 = 3;
+/// The budget cannot hold the request.
+pub(crate) const BUDGET: u8 = 4;
+/// I/O failed while running.
+pub(crate) const IO: u8 = 5;
+/// The arithmetic went non-finite.
+pub(crate) const NON_FINITE: u8 = 6;
+
+/// Why the command stops.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) code: u8,
+    pub(crate) message: String,
+    pub(crate) hint: Option<String>,
+}
+
+impl Failure {
+    pub(crate) fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { code: USAGE, message: message.into(), hint: Some(hint.into()) }
+    }
+
+    /// Writing to `what` failed.
+    pub(crate) fn output(what: &std::path::Path, error: &std::io::Error) -> Self {
+        Self { code: IO, message: format!("{}: {error}", what.display()), hint: None }
+    }
+
+    pub(crate) fn print(&self) {
+        let mut err = std::io::stderr().lock();
+        // If standard error is closed too there is nobody left to tell.
+        let _ = writeln!(err, "k3: {}", self.message);
+        if let Some(hint) = &self.hint {
+            let _ = writeln!(err, "hint: {hint}");
+        }
+    }
+}
+
+/// The exit-code table of errors.
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let message = error.to_string();
+        let (code, hint) = match &error {
+            Error::Open { source, .. } if source.kind() == std::io::ErrorKind::NotFound => (
+                DAMAGED,
+                Some("MODEL_DIR must hold config.json, model.safetensors.index.json, the shards and tiktoken.model"),
+            ),
+            Error::Open { source, .. } if source.kind() == std::io::ErrorKind::InvalidData => (DAMAGED, None),
+            Error::Open { .. } | Error::Threads(_) => (IO, None),
+            Error::Config { .. } => {
+                (USAGE, Some("use the config.json of the release; fields renamed by other tools are not guessed"))
+            }
+            Error::MissingShard { .. } | Error::Length { .. } | Error::Header { .. } => {
+                (DAMAGED, Some("the download is incomplete or damaged: fetch this file again"))
+            }
+            Error::Json { .. }
+            | Error::Structure { .. }
+            | Error::UnknownTensor { .. }
+            | Error::Duplicate { .. }
+            | Error::MissingTensors { .. }
+            | Error::NotInShard { .. }
+            | Error::Shape { .. }
+            | Error::Overlap { .. }
+            | Error::ShardName { .. }
+            | Error::Vocab { .. }
+            | Error::Special { .. }
+            | Error::VocabSize { .. } => {
+                (DAMAGED, Some("config, index, shards and vocabulary must come from one and the same release"))
+            }
+            Error::Budget(_) => (BUDGET, Some("give more with --memory, or ask for less with --context or --chunk")),
+            Error::Memory(_) => (BUDGET, Some("the system gave less than it said was free: lower --memory")),
+            Error::Read(_) => (IO, None),
+            Error::Forward(inner) => match **inner {
+                ForwardError::NonFinite { .. } => {
+                    (NON_FINITE, Some("nothing was sampled from it; the weights are damaged, or of another model"))
+                }
+                ForwardError::ALogTail { .. } => (DAMAGED, Some("config and shards are of different models")),
+                _ => (USAGE, None),
+            },
+            _ => (IO, None),
+        };
+        Self { code, message, hint: hint.map(str::to_owned) }
+    }
+}

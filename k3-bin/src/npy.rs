@@ -1,0 +1,88 @@
+//! `.npy` files of f32 rows, written as they come.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// A file that appears under its name only when it is complete.
+#[derive(Debug)]
+pub(crate) struct Npy {
+    path: PathBuf,
+    temporary: PathBuf,
+    out: BufWriter<File>,
+    finished: bool,
+}
+
+impl Npy {
+    /// Starts a file for f32 `[rows, cols]`.
+    pub(crate) fn create(path: &Path, rows: usize, cols: usize) -> std::io::Result<Self> {
+        let mut name = path.file_name().ok_or(std::io::ErrorKind::InvalidInput)?.to_owned();
+        name.push(format!(".{}.part", std::process::id()));
+        let temporary = path.with_file_name(name);
+        let mut out = BufWriter::new(File::options().write(true).create_new(true).open(&temporary)?);
+        let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {cols}), }}");
+        // Magic, version and length take ten bytes; the data starts on a multiple of 64, after a
+        // line feed.
+        let padded = (10 + header.len() + 1).next_multiple_of(64) - 10;
+        header.extend(std::iter::repeat_n(' ', padded - 1 - header.len()));
+        header.push('\n');
+        let len = u16::try_from(header.len()).map_err(|_| std::io::ErrorKind::InvalidInput)?;
+        let this = Self {
+            path: path.to_owned(),
+            temporary,
+            finished: false,
+            out: {
+                out.write_all(b"\x93NUMPY\x01\x00")?;
+                out.write_all(&len.to_le_bytes())?;
+                out.write_all(header.as_bytes())?;
+                out
+            },
+        };
+        Ok(this)
+    }
+
+    /// Appends values, row-major.
+    pub(crate) fn write(&mut self, values: &[f32]) -> std::io::Result<()> {
+        values.iter().try_for_each(|v| self.out.write_all(&v.to_le_bytes()))
+    }
+
+    /// Puts the file in its place.
+    pub(crate) fn finish(mut self) -> std::io::Result<()> {
+        self.out.flush()?;
+        self.out.get_ref().sync_all()?;
+        std::fs::rename(&self.temporary, &self.path)?;
+        self.finished = true;
+        Ok(())
+    }
+}
+
+impl Drop for Npy {
+    fn drop(&mut self) {
+        if !self.finished {
+            // Best effort: the run is failing already.
+            let _ = std::fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_there_only_when_complete_and_its_data_is_aligned() {
+        let dir = std::env::temp_dir().join(format!("k3-npy-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let path = dir.join("x.npy");
+        let mut npy = Npy::create(&path, 2, 3).unwrap();
+        npy.write(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
+        assert!(!path.exists());
+        npy.finish().unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        assert_eq!(bytes.len() % 64, 24);
+        assert!(bytes[..bytes.len() - 24].ends_with(b"\n") && bytes.starts_with(b"\x93NUMPY"));
+        drop(Npy::create(&path, 1, 1).unwrap());
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 1);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}

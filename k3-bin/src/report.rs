@@ -1,0 +1,127 @@
+//! What the person at the terminal sees: progress while it runs, a report at the end.
+
+use k3_core::model::Observer;
+use k3_core::view::LayerIndex;
+use k3_platform::engine::Stats;
+use k3_platform::memory::peak_rss;
+use k3_platform::plan::Plan;
+use k3_platform::units::human;
+use std::io::{IsTerminal as _, Write as _};
+use std::time::{Duration, Instant};
+
+/// Nothing is said about what takes less than this.
+const SILENT: Duration = Duration::from_secs(2);
+
+/// A line of standard error is renewed at most this often.
+const EVERY: Duration = Duration::from_millis(200);
+
+/// A progress line that clears itself. On something that is not a terminal it says a line every ten
+/// seconds.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    enabled: bool,
+    terminal: bool,
+    layers: usize,
+    started: Instant,
+    last: Instant,
+    what: String,
+    shown: bool,
+}
+
+impl Progress {
+    pub(crate) fn new(enabled: bool, layers: usize) -> Self {
+        let now = Instant::now();
+        let terminal = std::io::stderr().is_terminal();
+        Self { enabled, terminal, layers, started: now, last: now, what: String::new(), shown: false }
+    }
+
+    /// Names what begins now.
+    pub(crate) fn begin(&mut self, what: String) {
+        (self.what, self.started) = (what, Instant::now());
+    }
+
+    /// Takes the line away, before other output.
+    pub(crate) fn clear(&mut self) {
+        if self.shown {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+            self.shown = false;
+        }
+    }
+}
+
+impl Observer for Progress {
+    fn layer(&mut self, layer: LayerIndex, _: &[f32]) {
+        let every = if self.terminal { EVERY } else { EVERY * 50 };
+        if !self.enabled || self.started.elapsed() < SILENT || self.last.elapsed() < every {
+            return;
+        }
+        self.last = Instant::now();
+        let (seconds, layer, layers) = (self.started.elapsed().as_secs(), layer.get() + 1, self.layers);
+        let mut err = std::io::stderr().lock();
+        // A closed standard error must not end a run.
+        let _ = if self.terminal {
+            self.shown = true;
+            write!(err, "\r\x1b[K{}: layer {layer} of {layers}, {seconds} s", self.what).and_then(|()| err.flush())
+        } else {
+            writeln!(err, "{}: layer {layer} of {layers}, {seconds} s", self.what)
+        };
+    }
+}
+
+/// Wall time of the parts of a run.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Times {
+    pub(crate) open: Duration,
+    pub(crate) prefill: Duration,
+    /// Of the generated tokens after the first, and how many these are.
+    pub(crate) decode: Duration,
+    pub(crate) decoded: u32,
+    pub(crate) total: Duration,
+}
+
+impl Times {
+    pub(crate) fn per_token(&self) -> Option<f64> {
+        (self.decoded > 0).then(|| self.decode.as_secs_f64() / f64::from(self.decoded))
+    }
+}
+
+/// Prints the plan.
+pub(crate) fn plan(plan: &Plan, backend: &str) {
+    let mut err = std::io::stderr().lock();
+    let _ = writeln!(
+        err,
+        "memory plan for {} ({} threads, {backend} kernels):\n{}",
+        human(plan.budget),
+        plan.extent.width,
+        plan.ledger
+    );
+}
+
+/// Prints what the run did.
+pub(crate) fn end(times: &Times, prompt: usize, generated: usize, stats: &Stats, plan: &Plan) {
+    let mut err = std::io::stderr().lock();
+    let percent = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.1}%", 100.0 * r));
+    let _ = writeln!(
+        err,
+        "{prompt} prompt tokens in {:.2} s, {generated} generated, {} per token; waited {:.2} s for the disk",
+        times.prefill.as_secs_f64(),
+        times.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),
+        stats.waited().as_secs_f64(),
+    );
+    let _ = writeln!(
+        err,
+        "read {}; trunk hits {}, expert hits {}; peak memory {} of {}",
+        human(stats.bytes_read),
+        percent(stats.trunk_hit_rate()),
+        percent(stats.expert_hit_rate()),
+        peak_rss().map_or("unknown".to_owned(), human),
+        human(plan.budget),
+    );
+    for ((layer, expert), count) in &stats.experts.nan_scales {
+        let _ = writeln!(
+            err,
+            "warning: expert {} of layer {} has {count} scale bytes that are NaN (255); their weights counted as 0",
+            expert.0, layer.0
+        );
+    }
+}

@@ -1,0 +1,92 @@
+//! Prompt bytes to ids and back, with the model's own vocabulary.
+
+use crate::fail::Failure;
+use k3_core::view::TokenId;
+use k3_platform::checkpoint::Checkpoint;
+use k3_platform::error::Error;
+use k3_platform::vocabulary::VocabularyFiles;
+use std::io::Read as _;
+use std::path::Path;
+
+/// Where a prompt comes from.
+pub(crate) enum Source {
+    Text(Vec<u8>),
+    Ids(Vec<TokenId>),
+}
+
+/// Reads the prompt's bytes exactly as they are.
+pub(crate) fn source(prompt: &crate::args::Prompt) -> Result<Source, Failure> {
+    use std::os::unix::ffi::OsStringExt as _;
+    if let Some(ids) = &prompt.ids {
+        return Ok(Source::Ids(ids.iter().copied().map(TokenId).collect()));
+    }
+    if let Some(text) = &prompt.prompt {
+        return Ok(Source::Text(text.clone().into_vec()));
+    }
+    let path = prompt.prompt_file.as_deref().unwrap_or(Path::new("-"));
+    let failed = |e: std::io::Error| Failure::usage(format!("{}: {e}", path.display()), "--prompt-file takes a file");
+    let mut bytes = Vec::new();
+    if path == Path::new("-") {
+        std::io::stdin().lock().read_to_end(&mut bytes).map_err(failed)?;
+    } else {
+        bytes = std::fs::read(path).map_err(failed)?;
+    }
+    Ok(Source::Text(bytes))
+}
+
+/// The vocabulary files of a checkpoint. Ids in and ids out need none, so they may be absent then.
+pub(crate) fn vocabulary(checkpoint: &Checkpoint, needed: bool) -> Result<Option<VocabularyFiles>, Failure> {
+    match VocabularyFiles::open(checkpoint) {
+        Ok(files) => Ok(Some(files)),
+        Err(Error::Open { source, .. }) if !needed && source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Bytes on their way to a terminal: a character goes out when it is complete, and what is not UTF-8
+/// goes out as it is.
+#[derive(Debug, Default)]
+pub(crate) struct Streamed(Vec<u8>);
+
+impl Streamed {
+    /// Takes bytes, and gives those that can be shown.
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> Vec<u8> {
+        self.0.extend_from_slice(bytes);
+        let mut done = 0;
+        loop {
+            match std::str::from_utf8(&self.0[done..]) {
+                Ok(_) => return std::mem::take(&mut self.0),
+                Err(e) => {
+                    done += e.valid_up_to();
+                    match e.error_len() {
+                        Some(invalid) => done += invalid,
+                        // The beginning of a character.
+                        None => return self.0.drain(..done).collect(),
+                    }
+                }
+            }
+        }
+    }
+
+    /// What is left when nothing more comes.
+    pub(crate) fn finish(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_are_not_broken_and_no_byte_is_lost() {
+        let mut s = Streamed::default();
+        let euro = "\u{20ac}".as_bytes();
+        assert_eq!(s.push(&euro[..2]), b"");
+        assert_eq!(s.push(&euro[2..]), euro);
+        assert_eq!(s.push(b"a\xffb\xe2\x82"), b"a\xffb");
+        assert_eq!(s.push(b"x"), b"\xe2\x82x");
+        assert_eq!(s.push(b"\xf0\x9f"), b"");
+        assert_eq!(s.finish(), b"\xf0\x9f");
+    }
+}
