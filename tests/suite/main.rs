@@ -1,0 +1,8 @@
+//! Tests that cross the crates: outside outputs, identity of bits, refusals, budgets, the command.
+
+mod budgets;
+mod identity;
+mod ops;
+mod oracle;
+mod refusals;
+mod run;

@@ -1,0 +1,357 @@
+//! Damaged, incomplete and foreign checkpoints: each is refused by name, before anything large.
+
+use crate::run::{How, engine, open, run, run_from};
+use k3_core::model::ForwardError;
+use k3_core::view::TokenId;
+use k3_platform::error::Error;
+use k3_platform::io::{Disk, Faults, Faulty, Mode};
+use k3_tests::{checkpoints, copy_dir, json};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tempfile::TempDir;
+
+/// A private copy of the project's own checkpoint.
+struct Copy {
+    _folder: TempDir,
+    dir: PathBuf,
+}
+
+impl Copy {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path().join("model");
+        copy_dir(&checkpoints()[0], &dir);
+        Self { _folder: folder, dir }
+    }
+
+    /// The shard that holds a tensor.
+    fn shard_of(&self, tensor: &str) -> PathBuf {
+        let index = json(&self.dir.join("model.safetensors.index.json"));
+        self.dir.join(index["weight_map"][tensor].as_str().expect("a shard"))
+    }
+
+    fn edit_json(&self, file: &str, edit: impl FnOnce(&mut Value)) {
+        let path = self.dir.join(file);
+        let mut value = json(&path);
+        edit(&mut value);
+        fs::write(path, value.to_string()).expect("write");
+    }
+
+    /// Rewrites a shard's header; the data stay.
+    fn edit_header(&self, shard: &Path, edit: impl FnOnce(&mut Value)) {
+        let bytes = fs::read(shard).expect("read");
+        let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("len");
+        let mut header: Value = serde_json::from_slice(&bytes[8..8 + len]).expect("header");
+        edit(&mut header);
+        write_shard(shard, &header.to_string(), &bytes[8 + len..]);
+    }
+
+    fn refusal(&self) -> String {
+        match open(&self.dir, Mode::Buffered) {
+            Ok(_) => panic!("it was accepted"),
+            Err(error) => error.to_string(),
+        }
+    }
+}
+
+fn write_shard(path: &Path, header: &str, data: &[u8]) {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.extend_from_slice(data);
+    fs::write(path, bytes).expect("write");
+}
+
+const Q: &str = "language_model.model.layers.0.self_attn.q_proj.weight";
+const K: &str = "language_model.model.layers.0.self_attn.k_proj.weight";
+const DT: &str = "language_model.model.layers.0.self_attn.dt_bias";
+
+fn refused(what: &str, parts: &[&str], damage: impl FnOnce(&Copy)) {
+    let copy = Copy::new();
+    damage(&copy);
+    let message = copy.refusal();
+    for part in parts {
+        assert!(message.contains(part), "{what}: {message:?} does not name {part:?}");
+    }
+    println!("{what}: {message}");
+}
+
+#[test]
+fn shards_that_lie() {
+    refused("a shard is missing", &["missing", ".safetensors"], |c| fs::remove_file(c.shard_of(Q)).expect("remove"));
+    refused("a shard one byte short", &["00001"], |c| {
+        let path = c.shard_of(Q);
+        let len = fs::metadata(&path).expect("metadata").len();
+        fs::File::options().write(true).open(&path).expect("open").set_len(len - 1).expect("truncate");
+    });
+    refused("a shard one byte long", &["00001", "ends at"], |c| {
+        let path = c.shard_of(Q);
+        let len = fs::metadata(&path).expect("metadata").len();
+        fs::File::options().write(true).open(&path).expect("open").set_len(len + 1).expect("extend");
+    });
+    for (what, lie) in [
+        ("near 2^64", u64::MAX - 3),
+        ("2^63", 1 << 63),
+        ("zero", 0),
+        ("file size - 7", u64::MAX),
+        ("one more than there is", u64::MAX - 1),
+    ] {
+        refused(&format!("header length {what}"), &["00001"], |c| {
+            let path = c.shard_of(Q);
+            let mut bytes = fs::read(&path).expect("read");
+            let real = u64::from_le_bytes(bytes[..8].try_into().expect("8"));
+            let lie = match lie {
+                u64::MAX => bytes.len() as u64 - 7,
+                x if x == u64::MAX - 1 => real + 1,
+                x => x,
+            };
+            bytes[..8].copy_from_slice(&lie.to_le_bytes());
+            fs::write(path, bytes).expect("write");
+        });
+    }
+    for len in [0, 1, 7, 8, 9] {
+        refused(&format!("a shard of {len} bytes"), &["00001"], |c| {
+            let path = c.shard_of(Q);
+            let bytes = fs::read(&path).expect("read");
+            fs::write(path, &bytes[..len]).expect("write");
+        });
+    }
+    let offsets = |name: &'static str, change: fn(u64, u64) -> (u64, u64)| {
+        move |c: &Copy| {
+            let shard = c.shard_of(name);
+            c.edit_header(&shard, |h| {
+                let o = &h[name]["data_offsets"];
+                let (b, e) = change(o[0].as_u64().expect("begin"), o[1].as_u64().expect("end"));
+                h[name]["data_offsets"] = json!([b, e]);
+            });
+        }
+    };
+    refused("offsets reversed", &["00001"], offsets(Q, |b, e| (e, b)));
+    refused("offsets against the shape", &["00001"], offsets(Q, |b, e| (b, e - 2)));
+    refused("offsets beyond the file", &["00001"], offsets(Q, |b, e| (b + (1 << 40), e + (1 << 40))));
+    refused("offsets near 2^64", &["00001"], offsets(Q, |b, e| (u64::MAX - (e - b), u64::MAX)));
+    refused("overlapping tensors", &["share bytes"], |c| {
+        let shard = c.shard_of(Q);
+        c.edit_header(&shard, |h| h[Q]["data_offsets"] = h[K]["data_offsets"].clone());
+    });
+    refused("a BF16 tensor where F32 is due", &["dt_bias"], |c| {
+        let shard = c.shard_of(DT);
+        c.edit_header(&shard, |h| {
+            h[DT]["dtype"] = json!("BF16");
+            let n = h[DT]["shape"][0].as_u64().expect("n");
+            h[DT]["shape"] = json!([n * 2]);
+        });
+    });
+    refused("an unknown dtype", &["q_proj"], |c| {
+        let shard = c.shard_of(Q);
+        c.edit_header(&shard, |h| h[Q]["dtype"] = json!("F8_E4M3"));
+    });
+    refused("another shape of the same size", &["q_proj"], |c| {
+        let shard = c.shard_of(Q);
+        c.edit_header(&shard, |h| {
+            let (a, b) = (h[Q]["shape"][0].clone(), h[Q]["shape"][1].clone());
+            h[Q]["shape"] = json!([b, a]);
+        });
+    });
+    refused("the same tensor twice in a header", &["twice", "q_proj"], |c| {
+        let shard = c.shard_of(Q);
+        let bytes = fs::read(&shard).expect("read");
+        let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("len");
+        let header = String::from_utf8_lossy(&bytes[8..8 + len]).trim_end().to_owned();
+        let value: Value = serde_json::from_str(&header).expect("header");
+        let header = format!("{},\"{Q}\":{}}}", &header[..header.len() - 1], value[Q]);
+        write_shard(&shard, &header, &bytes[8 + len..]);
+    });
+    refused("a tensor the index does not name", &["index does not say so"], |c| {
+        c.edit_json("model.safetensors.index.json", |i| {
+            let other = i["weight_map"]["language_model.lm_head.weight"].clone();
+            i["weight_map"][Q] = other;
+        });
+    });
+    refused("a tensor of no model", &["q_bias"], |c| {
+        let shard = c.shard_of(Q);
+        c.edit_header(&shard, |h| {
+            let name = "language_model.model.layers.0.self_attn.q_bias";
+            h[name] = h[Q].clone();
+        });
+    });
+    refused("a header that is no JSON", &["00001", "byte"], |c| {
+        let shard = c.shard_of(Q);
+        let bytes = fs::read(&shard).expect("read");
+        write_shard(&shard, "{\"a\": [1, 2", &bytes[8..]);
+    });
+}
+
+#[test]
+fn indexes_that_lie() {
+    let index = "model.safetensors.index.json";
+    refused("no index", &[index], |c| fs::remove_file(c.dir.join(index)).expect("remove"));
+    refused("an empty index", &[index], |c| fs::write(c.dir.join(index), "").expect("write"));
+    refused("an index without a map", &["weight_map"], |c| fs::write(c.dir.join(index), "{}").expect("write"));
+    refused("an index that is an array", &["weight_map"], |c| fs::write(c.dir.join(index), "[]").expect("write"));
+    refused("a truncated index", &["byte"], |c| {
+        let bytes = fs::read(c.dir.join(index)).expect("read");
+        fs::write(c.dir.join(index), &bytes[..bytes.len() / 2]).expect("write");
+    });
+    refused("a tensor missing from the index", &["1 tensors", Q], |c| {
+        c.edit_json(index, |i| drop(i["weight_map"].as_object_mut().expect("map").remove(Q)));
+    });
+    refused("a tensor twice in the index", &["twice", Q], |c| {
+        let text = fs::read_to_string(c.dir.join(index)).expect("read");
+        let at = text.find("\"weight_map\"").expect("map");
+        let brace = at + text[at..].find('{').expect("brace") + 1;
+        let text = format!("{}\"{Q}\": \"model-00001-of-000012.safetensors\",{}", &text[..brace], &text[brace..]);
+        fs::write(c.dir.join(index), text).expect("write");
+    });
+    for name in ["../model-00001-of-000012.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""] {
+        refused("a shard outside the folder", &["plain file name"], |c| {
+            c.edit_json(index, |i| i["weight_map"][Q] = json!(name));
+        });
+    }
+    refused("a file name that is a number", &["byte"], |c| c.edit_json(index, |i| i["weight_map"][Q] = json!(7)));
+}
+
+#[test]
+fn configs_that_lie() {
+    let config = "config.json";
+    refused("every fault at once", &["hidden_size", "num_experts", "kv_lora_rank", "moe_renormalize"], |c| {
+        c.edit_json(config, |v| {
+            let text = v["text_config"].as_object_mut().expect("text_config");
+            text.remove("hidden_size");
+            text.insert("num_experts".to_owned(), json!(true));
+            text.insert("kv_lora_rank".to_owned(), json!("512"));
+            text.insert("moe_renormalize".to_owned(), json!(1));
+        });
+    });
+    for (field, value) in [
+        ("hidden_act", json!("silu")),
+        ("mla_use_nope", json!(false)),
+        ("mla_use_output_gate", json!(false)),
+        ("latent_moe_use_norm", json!(false)),
+        ("moe_layer_freq", json!(2)),
+        ("num_expert_group", json!(2)),
+        ("moe_router_activation_func", json!("softmax")),
+        ("attn_res_block_size", json!(null)),
+        ("activation_situ_linear_beta", json!(null)),
+        ("hidden_size", json!(1u64 << 60)),
+        ("num_experts_per_token", json!(0)),
+    ] {
+        refused("a field that is not supported", &[field], |c| {
+            c.edit_json(config, |v| v["text_config"][field] = value);
+        });
+    }
+    let map = |edit: fn(&mut Vec<Value>)| {
+        move |c: &Copy| {
+            c.edit_json(config, |v| {
+                edit(v["text_config"]["linear_attn_config"]["full_attn_layers"].as_array_mut().expect("list"));
+            });
+        }
+    };
+    refused("a layer of no kind", &["layers"], map(|l| drop(l.pop())));
+    refused("a layer of both kinds", &["layers"], map(|l| l.push(json!(1))));
+    refused("a layer counted from zero", &["layers"], map(|l| l[0] = json!(0)));
+    refused("no config", &[config], |c| fs::remove_file(c.dir.join(config)).expect("remove"));
+    refused("a config of another width", &["expected dimension 1 to be 72"], |c| {
+        c.edit_json(config, |v| v["text_config"]["hidden_size"] = json!(72));
+    });
+}
+
+#[test]
+fn requests_that_cannot_be() {
+    let dir = &checkpoints()[0];
+    let mut e = engine(open(dir, Mode::Direct).expect("open"), &How::default(), 4, 4).expect("an engine");
+    let vocab = e.checkpoint().config().vocab_size;
+    let mut logits = vec![0.0; vocab];
+    let mut step = |ids: &[u32], n: usize| {
+        let ids: Vec<_> = ids.iter().copied().map(TokenId).collect();
+        match e.step(&ids, &mut logits[..n], &mut ()) {
+            Ok(()) => "fine".to_owned(),
+            Err(Error::Forward(inner)) => inner.to_string(),
+            Err(other) => panic!("{other}"),
+        }
+    };
+    let big = u32::try_from(vocab).expect("vocab");
+    assert!(step(&[], 0).contains("no token ids"));
+    assert!(step(&[1, big], 0).contains(&format!("{big}")));
+    assert!(step(&[1], 3).contains("logits"));
+    assert!(step(&[1, 2, 3, 4, 5], 0).contains('5'));
+    // None of the refusals touched the sequence.
+    assert_eq!(step(&[1, 2, 3, 4], vocab), "fine");
+    assert!(step(&[1], 0).contains("context holds 4"));
+}
+
+/// One bf16 NaN in a norm: the run stops, says where, and samples nothing; the state is unusable
+/// until it is reset.
+#[test]
+fn what_is_not_finite_is_never_sampled() {
+    let copy = Copy::new();
+    let name = "language_model.model.layers.4.post_attention_layernorm.weight";
+    let shard = copy.shard_of(name);
+    let mut bytes = fs::read(&shard).expect("read");
+    let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("len");
+    let header: Value = serde_json::from_slice(&bytes[8..8 + len]).expect("header");
+    let at = 8 + len + usize::try_from(header[name]["data_offsets"][0].as_u64().expect("begin")).expect("begin");
+    bytes[at..at + 2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    fs::write(&shard, bytes).expect("write");
+    let error = run(&copy.dir, &How::default(), &[TokenId(1), TokenId(2)], 3).expect_err("refused");
+    let Error::Forward(inner) = &error else { panic!("{error}") };
+    assert!(matches!(**inner, ForwardError::NonFinite { position: 0, .. }), "{error}");
+    assert!(error.to_string().contains("layer 4"), "{error}");
+}
+
+/// One scale byte of 255 silences its group of 32 weights, as if the scale were 0, and is reported.
+#[test]
+fn a_nan_scale_counts_as_nothing_and_is_named() {
+    let copy = Copy::new();
+    let prompt: Vec<_> = (1..9).map(TokenId).collect();
+    let routed = run(&copy.dir, &How::default(), &prompt, 0).expect("a run").routed;
+    let (layer, ids, _) = &routed[0];
+    let (layer, expert) = (layer.0, ids[0]);
+    let name = format!("language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight_scale");
+    let packed = name.replace("weight_scale", "weight_packed");
+    let shard = copy.shard_of(&name);
+    let original = fs::read(&shard).expect("read");
+    let len = usize::try_from(u64::from_le_bytes(original[..8].try_into().expect("8"))).expect("len");
+    let header: Value = serde_json::from_slice(&original[8..8 + len]).expect("header");
+    let begin = |name: &str| {
+        8 + len + usize::try_from(header[name]["data_offsets"][0].as_u64().expect("begin")).expect("begin")
+    };
+    let mut zeroed = original.clone();
+    zeroed[begin(&packed)..begin(&packed) + 16].fill(0);
+    fs::write(&shard, &zeroed).expect("write");
+    let as_zero = run(&copy.dir, &How::default(), &prompt, 2).expect("a run");
+    let mut damaged = original;
+    damaged[begin(&name)] = 255;
+    fs::write(&shard, &damaged).expect("write");
+    let as_nan = run(&copy.dir, &How::default(), &prompt, 2).expect("a run");
+    let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&as_zero.logits), bits(&as_nan.logits));
+    let found: Vec<_> = as_nan.stats.expect("stats").experts.nan_scales.into_iter().collect();
+    assert_eq!(found.len(), 1);
+    assert_eq!((found[0].0.0.0, u32::from(found[0].0.1.0), found[0].1), (layer, expert, 1));
+    assert!(as_zero.stats.expect("stats").experts.nan_scales.is_empty());
+}
+
+#[test]
+fn reads_that_fail_stop_the_run_and_short_ones_do_not() {
+    let dir = &checkpoints()[0];
+    let prompt: Vec<_> = (1..6).map(TokenId).collect();
+    let expected = run(dir, &How::default(), &prompt, 2).expect("a run");
+    let faulty = |faults: Faults| Arc::new(Faulty::new(Disk::new(Mode::Buffered), faults));
+    for seed in 0..4 {
+        let source = faulty(Faults { seed, short: 3, interrupt: 3, ..Faults::default() });
+        let out = run_from(source, dir, &How::default(), &prompt, 2).expect("short reads are no failure");
+        assert_eq!(out.generated, expected.generated);
+        assert!(out.logits.iter().zip(&expected.logits).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+    let count = faulty(Faults::default());
+    run_from(Arc::clone(&count) as _, dir, &How::default(), &prompt, 2).expect("a run");
+    let reads = count.reads();
+    assert!(reads > 50, "{reads} reads");
+    for nth in (1..reads).step_by(usize::try_from(reads / 40).expect("reads").max(1)) {
+        let source = faulty(Faults { fail_read: Some(nth), ..Faults::default() });
+        let error = run_from(source, dir, &How::default(), &prompt, 2).expect_err("a read failed");
+        assert!(matches!(error, Error::Read(_) | Error::Open { .. }), "read {nth}: {error}");
+    }
+}
