@@ -16,9 +16,10 @@
 //!
 //! # Error
 //!
-//! The f64 bodies are within a few units of 2^-53, so the rounded result is the correctly rounded
-//! one except where the true value lies within about 1e-8 f32 ulp of the middle between two f32
-//! values. The bound in ulp is that of the `ERROR_*` constants of the tests at the foot of the file.
+//! [`exp`], [`sigmoid`], [`tanh`] and [`situ`] are at most 0.5000001 ulp from the true value: the f64
+//! bodies are good to a few units of 2^-53, so the result is the correctly rounded one except where
+//! the true value all but lies in the middle between two f32. The tests at the foot of the file
+//! measure it against libm's f64 functions, on every 997th bit pattern and, on request, on all.
 
 /// Rounds to f32: the one place where precision is given up on purpose.
 #[expect(clippy::cast_possible_truncation, reason = "rounding to nearest is the purpose")]
@@ -142,8 +143,7 @@ pub fn kda_alpha(z: f32, dt_bias: f32, rate: f32, lower: f32) -> f32 {
 mod tests {
     use super::*;
 
-    /// Largest error allowed, in f32 ulp. A correctly rounded function has at most 0.5; all 2^32
-    /// arguments of the first three were tried once, here every 997th is.
+    /// Largest error allowed, in f32 ulp. A correctly rounded function has at most 0.5.
     const ERROR_EXP: f64 = 0.5 + 1e-7;
     const ERROR_SIGMOID: f64 = 0.5 + 1e-7;
     const ERROR_TANH: f64 = 0.5 + 1e-7;

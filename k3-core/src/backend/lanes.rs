@@ -529,12 +529,12 @@ unsafe fn mxfp4_tile<L: Lanes, const R: usize, const P: usize>(
             sums.copy_from_slice(&acc[position..][..P]);
         }
         for g in 0..groups {
-            for (sums, scratch) in sums.iter_mut().zip(scratch) {
-                let (v0, v1) = (*scratch.get_unchecked(2 * g), *scratch.get_unchecked(2 * g + 1));
-                for (p, sum) in sums.iter_mut().enumerate() {
-                    let x0 = L::load(x.add((2 * g * P + p) * LANES));
-                    let x1 = L::load(x.add(((2 * g + 1) * P + p) * LANES));
-                    *sum = v1.mul_add(x1, v0.mul(x0)).add(*sum);
+            for p in 0..P {
+                let x0 = L::load(x.add((2 * g * P + p) * LANES));
+                let x1 = L::load(x.add(((2 * g + 1) * P + p) * LANES));
+                for (sums, scratch) in sums.iter_mut().zip(scratch) {
+                    let (v0, v1) = (*scratch.get_unchecked(2 * g), *scratch.get_unchecked(2 * g + 1));
+                    sums[p] = v1.mul_add(x1, v0.mul(x0)).add(sums[p]);
                 }
             }
         }
