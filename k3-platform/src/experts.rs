@@ -1,12 +1,13 @@
-//! Routed experts: an arena of slots, the least recently used giving way.
+//! Routed experts: an arena of slots, some kept by a [`Policy`], the rest passing through.
 //!
 //! When a router has chosen, every expert that is missing is asked for at once, as far as there are
 //! slots; the core multiplies whichever has landed, and each that has been used makes room for one
-//! that still waits. An arena of one slot works; a larger one reads less.
+//! that still waits, unless the policy keeps it. An arena of one slot works; a larger one reads less.
 
 use crate::aligned::AlignedBuf;
 use crate::error::Error;
 use crate::fetch::{Fetch, Fetched, Priority};
+use crate::policy::{Directory, Policy, Verdict};
 use crate::segment::{Piece, Place, Segment};
 use k3_core::checkpoint::{ExpertTensor, Tensor};
 use k3_core::config::ModelConfig;
@@ -47,12 +48,18 @@ enum Content {
     Here(AlignedBuf),
 }
 
+impl Content {
+    fn buffer(self) -> Option<AlignedBuf> {
+        match self {
+            Self::Reading => None,
+            Self::Here(buffer) => Some(buffer),
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Slot {
-    name: Name,
     content: Content,
-    /// The larger, the later it was used.
-    used: u64,
     /// Part of the request that is being served, and not served yet.
     wanted: bool,
 }
@@ -63,10 +70,12 @@ pub struct Arena {
     config: ModelConfig,
     slot_bytes: usize,
     capacity: usize,
+    /// Mapped, and holding nothing.
     free: Vec<AlignedBuf>,
     mapped: usize,
+    /// What is in memory or on its way: what the directory keeps, and what passes through.
     slots: HashMap<Name, Slot>,
-    clock: u64,
+    directory: Directory<Name>,
     /// Chosen, missing, and without a slot so far.
     waiting: VecDeque<Name>,
     in_flight: usize,
@@ -89,16 +98,21 @@ impl Arena {
     /// An arena for at most `capacity` experts whose segments have at most `slot_bytes`. Memory is
     /// mapped slot by slot, when one is first needed.
     #[must_use]
-    pub fn new(config: ModelConfig, capacity: usize, slot_bytes: usize) -> Self {
+    pub fn new(config: ModelConfig, capacity: usize, slot_bytes: usize, policy: Policy) -> Self {
         let (sender, receiver) = channel();
+        let capacity = capacity.max(1);
+        // What passes through needs slots too: a layer's choice, or half of a small arena. If every
+        // expert there is has a slot, nothing passes through.
+        let experts = config.num_moe_layers() * config.num_experts;
+        let transit = if capacity >= experts { 0 } else { config.num_experts_per_token.min(capacity.div_ceil(2)) };
         Self {
             config,
             slot_bytes,
-            capacity: capacity.max(1),
+            capacity,
             free: Vec::new(),
             mapped: 0,
             slots: HashMap::new(),
-            clock: 0,
+            directory: Directory::new(policy, capacity - transit),
             waiting: VecDeque::new(),
             in_flight: 0,
             sender,
@@ -124,53 +138,70 @@ impl Arena {
         ids: &[ExpertId],
         place: &impl Fn(Tensor) -> Place,
     ) -> Result<(), Error> {
-        // A broken-off pass may have left wishes behind.
+        // A broken-off pass may have left wishes behind, and what they brought.
         self.waiting.clear();
         self.slots.values_mut().for_each(|s| s.wanted = false);
+        self.sweep();
         for &id in ids {
-            self.clock += 1;
+            let name = (layer, id);
             self.stats.requests += 1;
-            match self.slots.get_mut(&(layer, id)) {
+            self.directory.request(name);
+            match self.slots.get_mut(&name) {
                 Some(slot) => {
-                    (slot.wanted, slot.used) = (true, self.clock);
+                    slot.wanted = true;
                     self.stats.hits += u64::from(matches!(slot.content, Content::Here(_)));
                 }
-                None => self.waiting.push_back((layer, id)),
+                None => self.waiting.push_back(name),
             }
         }
         self.pump(fetch, place)
     }
 
-    /// Gives slots to those that wait, the least recently used giving way.
+    /// A pass over the layers begins.
+    pub fn begin(&mut self) {
+        self.directory.pass();
+    }
+
+    /// Frees what is here, not wanted and not kept.
+    fn sweep(&mut self) {
+        let Self { slots, directory, free, .. } = self;
+        let stray = slots.extract_if(|&name, slot| {
+            !slot.wanted && matches!(slot.content, Content::Here(_)) && !directory.contains(name)
+        });
+        free.extend(stray.filter_map(|(_, slot)| slot.content.buffer()));
+    }
+
+    /// Gives slots to those that wait.
     fn pump(&mut self, fetch: &Fetch, place: &impl Fn(Tensor) -> Place) -> Result<(), Error> {
         while let Some(&name) = self.waiting.front() {
-            let Some(buffer) = self.room()? else { return Ok(()) };
+            let buffer = match self.free.pop() {
+                Some(buffer) => buffer,
+                None if self.mapped < self.capacity => {
+                    let buffer = AlignedBuf::zeroed(self.slot_bytes)?;
+                    self.mapped += 1;
+                    buffer
+                }
+                None => return Ok(()),
+            };
             let segment = segment(&self.config, name, place);
             let tag = u64::from(name.0.0) << 16 | u64::from(name.1.0);
             fetch.submit(&segment.reads, buffer, tag, Priority::Urgent, &self.sender);
-            self.clock += 1;
-            self.slots.insert(name, Slot { name, content: Content::Reading, used: self.clock, wanted: true });
+            self.slots.insert(name, Slot { content: Content::Reading, wanted: true });
             self.in_flight += 1;
             self.waiting.pop_front();
         }
         Ok(())
     }
 
-    /// A buffer to read into, if one can be had now.
-    fn room(&mut self) -> Result<Option<AlignedBuf>, Error> {
-        if let Some(buffer) = self.free.pop() {
-            return Ok(Some(buffer));
-        }
-        if self.mapped < self.capacity {
-            self.mapped += 1;
-            return Ok(Some(AlignedBuf::zeroed(self.slot_bytes)?));
-        }
-        let idle = self.slots.values().filter(|s| !s.wanted && matches!(s.content, Content::Here(_)));
-        let Some(name) = idle.min_by_key(|s| s.used).map(|s| s.name) else { return Ok(None) };
-        Ok(match self.slots.remove(&name).map(|s| s.content) {
-            Some(Content::Here(buffer)) => Some(buffer),
-            _ => None,
-        })
+    /// An expert has been served: it stays, or its slot is free again.
+    fn settle(&mut self, name: Name) {
+        let Self { slots, directory, free, .. } = self;
+        let leaves = match directory.admit(name, |n| slots.get(&n).is_some_and(|s| s.wanted)) {
+            Verdict::Keep => return,
+            Verdict::Replace(victim) => victim,
+            Verdict::Pass => name,
+        };
+        free.extend(slots.remove(&leaves).and_then(|slot| slot.content.buffer()));
     }
 
     /// Lends each of `ids`, which were requested last, once.
@@ -205,6 +236,7 @@ impl Arena {
             if let Content::Here(buffer) = &slot.content {
                 each(index, view(&self.config, &segment, buffer).ok_or(Error::Order)?);
             }
+            self.settle(name);
             self.pump(fetch, place)?;
         }
         Ok(())
@@ -234,10 +266,15 @@ impl Arena {
                 self.stats.nan_scales.insert(name, nan);
             }
         }
-        if let Some(slot) = self.slots.get_mut(&name) {
-            slot.content = Content::Here(fetched.buffer);
-        } else {
-            self.free.push(fetched.buffer);
+        match self.slots.get_mut(&name) {
+            Some(slot) if slot.wanted || self.directory.contains(name) => {
+                slot.content = Content::Here(fetched.buffer);
+            }
+            // The wish of a pass that was stopped: its slot is needed.
+            _ => {
+                self.slots.remove(&name);
+                self.free.push(fetched.buffer);
+            }
         }
         Ok(())
     }

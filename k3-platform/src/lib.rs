@@ -4,6 +4,7 @@
 //! engine       owns every buffer; the only implementor of the core's `Weights`
 //! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
 //! trunk        pinned prefix and ring          experts   arena of experts
+//! policy       which experts stay
 //! segment      tensors -> reads                fetch     reads in the background
 //! checkpoint   a directory, opened             index     where each tensor lies
 //! vocabulary   text <-> ids
@@ -26,6 +27,7 @@ pub mod index;
 pub mod io;
 pub mod memory;
 pub mod plan;
+pub mod policy;
 pub mod segment;
 pub mod trunk;
 pub mod units;

@@ -6,10 +6,12 @@
 //! after the last; only when all of the trunk is pinned does the rest go to the experts, because a
 //! router spreads its choices on purpose.
 
+use crate::experts::Name;
+use crate::policy::Directory;
 use crate::segment::{Source, cut, least_slot};
 use crate::units::human;
 use k3_core::carve::Line as CacheLine;
-use k3_core::config::{MlpKind, ModelConfig};
+use k3_core::config::ModelConfig;
 use k3_core::model::{Extent, State, Workspace};
 
 /// What the process itself touches: code, heap, allocator, runtime (bytes). Checked against the peak
@@ -164,6 +166,9 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize) -> Ledger {
     ledger.add("process", PROCESS_BYTES.saturating_add(threads.saturating_mul(THREAD_BYTES)), note);
     ledger.add("index", sizes.index, "where each tensor lies".to_owned());
     ledger.add("tokenizer", sizes.tokenizer, format!("{} ids", c.vocab_size));
+    let experts = (c.num_moe_layers() as u64).saturating_mul(c.num_experts as u64);
+    let scores = experts.saturating_mul(Directory::<Name>::SCORE_BYTES);
+    ledger.add("expert scores", scores, format!("{experts} experts"));
     let states = lines(State::lines(c, 0));
     let note =
         format!("{} layers x {} heads x {} x {}", c.num_kda_layers(), c.kda_num_heads, c.kda_head_dim, c.kda_head_dim);
@@ -186,7 +191,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let c = sizes.config;
     let everything: Vec<Source> = sizes.walk.iter().flatten().copied().collect();
     let least = least_slot(&everything);
-    let experts = c.layers().filter(|&l| c.mlp_kind(l) == MlpKind::Moe).count() * c.num_experts;
+    let experts = c.num_moe_layers() * c.num_experts;
     let expert = sizes.expert as u64;
     let one_expert = u64::from(experts > 0) * expert;
 

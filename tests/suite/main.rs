@@ -6,3 +6,4 @@ mod ops;
 mod oracle;
 mod refusals;
 mod run;
+mod stops;
