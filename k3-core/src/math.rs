@@ -70,8 +70,9 @@ fn split_exp(y: f64) -> (f64, f64) {
     (scale, r + (r * r) * q)
 }
 
+/// e^y in f64, within a few units of 2^-53; the argument is held within +-700.
 #[inline(always)]
-fn exp64(y: f64) -> f64 {
+pub(crate) fn exp64(y: f64) -> f64 {
     let (scale, p) = split_exp(y.clamp(-LIMIT, LIMIT));
     scale * (1.0 + p)
 }

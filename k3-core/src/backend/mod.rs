@@ -35,12 +35,12 @@ use crate::math;
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
 
 /// Accumulators of a dot product.
-const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 /// Positions that lie together in a panel.
 const TILE: usize = 4;
 
 /// Adds up the sixteen lanes of a dot product in the one order of the contract.
-fn fold(mut lanes: [f64; LANES]) -> f64 {
+pub(crate) fn fold(mut lanes: [f64; LANES]) -> f64 {
     let mut half = LANES / 2;
     while half > 0 {
         for j in 0..half {
