@@ -1,6 +1,7 @@
 //! The command line.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 /// Runs Kimi K3 on one ordinary CPU, in as little memory as you give it.
@@ -28,6 +29,8 @@ Sizes: G and GB are 10^9 bytes, GiB is 2^30; likewise M and K.";
 pub(crate) enum Command {
     /// Continues a prompt with the model's own greedy tokens.
     Run(Box<Run>),
+    /// Says how well the model predicts a text.
+    Perplexity(Box<Perplexity>),
 }
 
 /// Where the weights are read from.
@@ -39,34 +42,17 @@ pub(crate) enum Io {
     Buffered,
 }
 
-const RUN_EXAMPLES: &str = "\
-Examples:
-  k3 run /models/kimi-k3 --prompt \"The capital of France is\" --memory 16G
-  k3 run /models/kimi-k3 --prompt-file question.txt --max-tokens 400 --json > answer.json
-  K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8";
-
+/// What every command that runs a model takes.
 #[derive(Debug, Args)]
-#[command(after_help = RUN_EXAMPLES)]
-pub(crate) struct Run {
+pub(crate) struct Common {
     /// The checkpoint's directory, as downloaded.
     #[arg(env = "K3_MODEL", value_name = "MODEL_DIR")]
     pub(crate) model: Option<PathBuf>,
-
-    #[command(flatten)]
-    pub(crate) prompt: Prompt,
-
-    /// Tokens to generate at most.
-    #[arg(long, value_name = "N", default_value_t = 128)]
-    pub(crate) max_tokens: usize,
 
     /// Memory the whole process may use at its peak, such as 2G or 12GiB; "auto" is what the machine
     /// has free, less a reserve.
     #[arg(long, value_name = "SIZE", default_value = "auto")]
     pub(crate) memory: String,
-
-    /// Positions the sequence may have [default: what prompt and --max-tokens need].
-    #[arg(long, value_name = "N")]
-    pub(crate) context: Option<usize>,
 
     /// Threads that compute [default: the physical cores this process may use].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -84,6 +70,38 @@ pub(crate) struct Run {
     #[arg(long, value_enum, default_value_t = Io::Direct)]
     pub(crate) io: Io,
 
+    /// Prints one JSON object instead of text.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// No progress and no report.
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  k3 run /models/kimi-k3 --prompt \"The capital of France is\" --memory 16G
+  k3 run /models/kimi-k3 --prompt-file question.txt --max-tokens 400 --json > answer.json
+  K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8";
+
+#[derive(Debug, Args)]
+#[command(after_help = RUN_EXAMPLES)]
+pub(crate) struct Run {
+    #[command(flatten)]
+    pub(crate) common: Common,
+
+    #[command(flatten)]
+    pub(crate) prompt: Prompt,
+
+    /// Tokens to generate at most.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) max_tokens: usize,
+
+    /// Positions the sequence may have [default: what prompt and --max-tokens need].
+    #[arg(long, value_name = "N")]
+    pub(crate) context: Option<usize>,
+
     /// Runs the whole prefix again for each token: slow, and a check of everything that is kept.
     #[arg(long)]
     pub(crate) no_incremental: bool,
@@ -99,14 +117,40 @@ pub(crate) struct Run {
     /// Writes the logits of every prompt position to a .npy file, f32 [positions, vocabulary].
     #[arg(long, value_name = "FILE.npy")]
     pub(crate) dump_logits: Option<PathBuf>,
+}
 
-    /// Prints one JSON object instead of the text.
-    #[arg(long)]
-    pub(crate) json: bool,
+const PERPLEXITY_HELP: &str = "\
+What is counted:
+  The text is encoded whole, as plain text, to n ids, and read in windows of N ids from the first id
+  on. Each window begins from the zero state and predicts, after each of its ids, the id that follows
+  in the text, so its last prediction is of the first id of the next window. Every id but the first
+  of the text counts exactly once: n - 1 tokens, and their bytes. The first id of a window is read
+  and not predicted there.
 
-    /// No progress and no report.
-    #[arg(long, short)]
-    pub(crate) quiet: bool,
+  nll            mean of -ln p, natural logarithm, over the counted tokens
+  perplexity     e^nll
+  bits_per_byte  total of -log2 p over the bytes of the counted tokens
+
+Examples:
+  k3 perplexity /models/kimi-k3 --file book.txt --memory 16G --json --nll-out nll.npy";
+
+#[derive(Debug, Args)]
+#[command(after_help = PERPLEXITY_HELP)]
+pub(crate) struct Perplexity {
+    #[command(flatten)]
+    pub(crate) common: Common,
+
+    /// The text, taken byte for byte; "-" is standard input.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) file: PathBuf,
+
+    /// Ids a window reads from the zero state on [default: all of a text up to 2048].
+    #[arg(long, value_name = "N")]
+    pub(crate) window: Option<NonZeroUsize>,
+
+    /// Writes -ln p of each counted token to a .npy file, f64 [counted].
+    #[arg(long, value_name = "FILE.npy")]
+    pub(crate) nll_out: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -3,8 +3,10 @@
 mod args;
 mod fail;
 mod npy;
+mod perplexity;
 mod report;
 mod run;
+mod start;
 mod text;
 
 use args::{Cli, Command};
@@ -16,6 +18,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
         Command::Run(run) => run::run(&run),
+        Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
     };
     match done {
         Ok(code) => ExitCode::from(code),

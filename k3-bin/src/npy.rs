@@ -1,26 +1,55 @@
-//! `.npy` files of f32 rows, written as they come.
+//! `.npy` files, written as their values come.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
+
+/// A number such a file may hold.
+pub(crate) trait Element: Copy {
+    /// Its type, as the header writes it.
+    const DESCR: &'static str;
+    /// Its bytes in the file.
+    fn bytes(self) -> impl AsRef<[u8]>;
+}
+
+impl Element for f32 {
+    const DESCR: &'static str = "<f4";
+    fn bytes(self) -> impl AsRef<[u8]> {
+        self.to_le_bytes()
+    }
+}
+
+impl Element for f64 {
+    const DESCR: &'static str = "<f8";
+    fn bytes(self) -> impl AsRef<[u8]> {
+        self.to_le_bytes()
+    }
+}
 
 /// A file that appears under its name only when it is complete.
 #[derive(Debug)]
-pub(crate) struct Npy {
+pub(crate) struct Npy<T> {
+    values: PhantomData<T>,
     path: PathBuf,
     temporary: PathBuf,
     out: BufWriter<File>,
     finished: bool,
 }
 
-impl Npy {
-    /// Starts a file for f32 `[rows, cols]`.
-    pub(crate) fn create(path: &Path, rows: usize, cols: usize) -> std::io::Result<Self> {
+impl<T: Element> Npy<T> {
+    /// Starts a file of this shape.
+    pub(crate) fn create(path: &Path, shape: &[usize]) -> std::io::Result<Self> {
         let mut name = path.file_name().ok_or(std::io::ErrorKind::InvalidInput)?.to_owned();
         name.push(format!(".{}.part", std::process::id()));
         let temporary = path.with_file_name(name);
         let mut out = BufWriter::new(File::options().write(true).create_new(true).open(&temporary)?);
-        let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {cols}), }}");
+        let mut dims = shape.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+        if shape.len() == 1 {
+            // Python's tuple of one.
+            dims.push(',');
+        }
+        let mut header = format!("{{'descr': '{}', 'fortran_order': False, 'shape': ({dims}), }}", T::DESCR);
         // Magic, version and length take ten bytes; the data starts on a multiple of 64, after a
         // line feed.
         let padded = (10 + header.len() + 1).next_multiple_of(64) - 10;
@@ -28,6 +57,7 @@ impl Npy {
         header.push('\n');
         let len = u16::try_from(header.len()).map_err(|_| std::io::ErrorKind::InvalidInput)?;
         let this = Self {
+            values: PhantomData,
             path: path.to_owned(),
             temporary,
             finished: false,
@@ -42,8 +72,8 @@ impl Npy {
     }
 
     /// Appends values, row-major.
-    pub(crate) fn write(&mut self, values: &[f32]) -> std::io::Result<()> {
-        values.iter().try_for_each(|v| self.out.write_all(&v.to_le_bytes()))
+    pub(crate) fn write(&mut self, values: &[T]) -> std::io::Result<()> {
+        values.iter().try_for_each(|v| self.out.write_all(v.bytes().as_ref()))
     }
 
     /// Puts the file in its place.
@@ -56,7 +86,7 @@ impl Npy {
     }
 }
 
-impl Drop for Npy {
+impl<T> Drop for Npy<T> {
     fn drop(&mut self) {
         if !self.finished {
             // Best effort: the run is failing already.
@@ -74,14 +104,16 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("k3-npy-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let path = dir.join("x.npy");
-        let mut npy = Npy::create(&path, 2, 3).unwrap();
-        npy.write(&[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
+        let mut npy = Npy::create(&path, &[2, 3]).unwrap();
+        npy.write(&[0.0f32, 1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
         assert!(!path.exists());
         npy.finish().unwrap();
         let bytes = std::fs::read(&path).unwrap();
         assert_eq!(bytes.len() % 64, 24);
         assert!(bytes[..bytes.len() - 24].ends_with(b"\n") && bytes.starts_with(b"\x93NUMPY"));
-        drop(Npy::create(&path, 1, 1).unwrap());
+        let header = String::from_utf8_lossy(&bytes[10..bytes.len() - 24]).into_owned();
+        assert!(header.starts_with("{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }"), "{header}");
+        drop(Npy::<f64>::create(&path, &[1]).unwrap());
         assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 1);
         std::fs::remove_dir_all(&dir).unwrap();
     }

@@ -1,11 +1,13 @@
 //! What the person at the terminal sees: progress while it runs, a report at the end.
 
+use crate::fail::Failure;
 use k3_core::model::Observer;
-use k3_core::view::LayerIndex;
+use k3_core::view::{ExpertId, LayerIndex};
 use k3_platform::engine::Stats;
 use k3_platform::memory::peak_rss;
 use k3_platform::plan::Plan;
 use k3_platform::units::human;
+use serde_json::{Value, json};
 use std::io::{IsTerminal as _, Write as _};
 use std::time::{Duration, Instant};
 
@@ -38,6 +40,11 @@ impl Progress {
     /// Names what begins now.
     pub(crate) fn begin(&mut self, what: String) {
         (self.what, self.started) = (what, Instant::now());
+    }
+
+    /// Says where the thing that began is now. The clock runs on.
+    pub(crate) fn update(&mut self, what: String) {
+        self.what = what;
     }
 
     /// Takes the line away, before other output.
@@ -97,17 +104,68 @@ pub(crate) fn plan(plan: &Plan, backend: &str) {
     );
 }
 
+/// Prints one line of JSON.
+pub(crate) fn print_json(object: &Value) -> Result<(), Failure> {
+    print(&object.to_string())
+}
+
+/// Prints a result. Whoever goes away instead of reading it is no failure.
+pub(crate) fn print(text: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::output(std::path::Path::new("standard output"), &e))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The JSON of a plan and what became of it.
+pub(crate) fn memory(plan: &Plan) -> Value {
+    json!({
+        "budget_bytes": plan.budget,
+        "planned_bytes": plan.ledger.total(),
+        "peak_rss_bytes": peak_rss(),
+        "pinned_layers": plan.pinned,
+        "head_pinned": plan.head_pinned,
+        "arena_experts": plan.arena,
+        "chunk": plan.extent.chunk,
+        "context": plan.extent.context,
+    })
+}
+
+/// The JSON of what was read.
+pub(crate) fn io(stats: &Stats, direct: bool) -> Value {
+    json!({
+        "bytes_read": stats.bytes_read,
+        "trunk_hit_rate": stats.trunk_hit_rate(),
+        "expert_hit_rate": stats.expert_hit_rate(),
+        "direct": direct,
+    })
+}
+
+/// The JSON of experts with scales that are NaN.
+pub(crate) fn damaged(stats: &Stats) -> Value {
+    let each = |((layer, expert), count): (&(LayerIndex, ExpertId), _)| json!({"layer": layer.0, "expert": expert.0, "nan_scale_bytes": count});
+    stats.experts.nan_scales.iter().map(each).collect()
+}
+
 /// Prints what the run did.
 pub(crate) fn end(times: &Times, prompt: usize, generated: usize, stats: &Stats, plan: &Plan) {
-    let mut err = std::io::stderr().lock();
-    let percent = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.1}%", 100.0 * r));
     let _ = writeln!(
-        err,
+        std::io::stderr(),
         "{prompt} prompt tokens in {:.2} s, {generated} generated, {} per token; waited {:.2} s for the disk",
         times.prefill.as_secs_f64(),
         times.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),
         stats.waited().as_secs_f64(),
     );
+    resources(stats, plan);
+}
+
+/// Prints what was read and held, and warns of damage.
+pub(crate) fn resources(stats: &Stats, plan: &Plan) {
+    let mut err = std::io::stderr().lock();
+    let percent = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.1}%", 100.0 * r));
     let _ = writeln!(
         err,
         "read {}; trunk hits {}, expert hits {}; peak memory {} of {}",

@@ -1,34 +1,19 @@
 //! `k3 run`: a prompt in, its greedy continuation out.
 
-use crate::args::{Io, Run};
+use crate::args::Run;
 use crate::fail::Failure;
 use crate::npy::Npy;
-use crate::report::{Progress, Times};
+use crate::report::{self, Progress, Times};
+use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
-use crate::{fail, report};
-use k3_core::backend::Backend;
 use k3_core::ops::sample::argmax;
 use k3_core::view::TokenId;
-use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode};
-use k3_platform::memory::{default_threads, peak_rss};
-use k3_platform::plan::Request;
-use k3_platform::units;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::json;
 use std::io::Write as _;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
-
-/// What is left free of the memory a machine has to give when --memory is auto: an eighth, at least
-/// this (bytes).
-const RESERVE: u64 = 512_000_000;
-
-/// Threads that read, and so reads in flight.
-const READERS: usize = 8;
 
 /// Why a text ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,22 +33,6 @@ impl Finish {
             Self::Cancelled => "cancelled",
         }
     }
-}
-
-/// SIGINT and SIGTERM: a flag the engine looks at, and the number for the exit code. The first one
-/// stops the pass and prints what there is; a second one ends the process at once.
-fn watch_signals(stop: &Arc<AtomicBool>) -> Result<Arc<AtomicUsize>, Failure> {
-    use signal_hook::consts::{SIGINT, SIGTERM};
-    use signal_hook::flag;
-    let number = Arc::new(AtomicUsize::new(0));
-    for (signal, value) in [(SIGINT, 2), (SIGTERM, 15)] {
-        // In this order: the shutdown looks at the flag before this signal sets it.
-        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop))
-            .and_then(|_| flag::register_usize(signal, Arc::clone(&number), value))
-            .and_then(|_| flag::register(signal, Arc::clone(stop)))
-            .map_err(|e| Failure { code: fail::IO, message: format!("signals: {e}"), hint: None })?;
-    }
-    Ok(number)
 }
 
 /// Everything a run needs besides the engine.
@@ -105,73 +74,30 @@ impl Out {
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let started = Instant::now();
-    let backend = backend(&args.backend)?;
+    let options = Options::new(&args.common)?;
     let prompt = text::source(&args.prompt)?;
-    let Some(dir) = args.model.as_deref().filter(|d| !d.as_os_str().is_empty()) else {
-        return Err(Failure::usage("no model", "name a checkpoint directory, or set K3_MODEL"));
-    };
-    let budget = budget(&args.memory)?;
-    let mode = if args.io == Io::Direct { Mode::Direct } else { Mode::Buffered };
-    let disk = Disk::new(mode);
-    let checkpoint = Checkpoint::open(dir, Arc::new(disk.clone()))?;
-    let mut files = text::vocabulary(&checkpoint, matches!(prompt, Source::Text(_)))?;
+    let opened = options.open()?;
+    let mut files = text::vocabulary(&opened.checkpoint, matches!(prompt, Source::Text(_)))?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
     let prompt = match (prompt, &vocabulary) {
         (Source::Ids(ids), _) => ids,
         (Source::Text(bytes), Some(vocabulary)) => vocabulary.encode(&bytes, args.parse_special)?,
         (Source::Text(_), None) => Vec::new(),
     };
-    let context = check_prompt(args, &prompt, checkpoint.config().vocab_size)?;
-    let request = Request {
-        budget,
+    let context = check_prompt(args, &prompt, opened.checkpoint.config().vocab_size)?;
+    let mut run = opened.start(Wanted {
         context,
         prompt: prompt.len(),
-        chunk: args.chunk.map(|n| n.clamp(1, prompt.len())),
-        threads: args.threads.map_or_else(default_threads, usize::from),
-        readers: READERS,
         all_logits: args.dump_logits.is_some(),
-    };
-    let plan = checkpoint.plan(&request, vocabulary.as_ref().map_or(0, Vocabulary::bytes))?;
-    if !args.quiet {
-        report::plan(&plan, backend.name());
-    }
-    let mut engine = Engine::new(checkpoint, plan, backend)?;
-    let signal = watch_signals(&engine.stop_flag())?;
-    let out = Out { streamed: Streamed::default(), json: args.json, closed: false, text: Vec::new() };
+        tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
+    })?;
+    let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
     let times = Times { open: started.elapsed(), ..Times::default() };
     let mut session = Session { args, vocabulary, prompt, context, times, generated: Vec::new(), out };
-    let finish = session.generate(&mut engine)?;
+    let finish = session.generate(&mut run.engine)?;
     session.times.total = started.elapsed();
-    session.end(&engine, finish, disk.fell_back())?;
-    Ok(match (finish, signal.load(Ordering::SeqCst)) {
-        (Finish::Cancelled, number) => 128 + u8::try_from(number).unwrap_or(2),
-        _ => 0,
-    })
-}
-
-fn backend(name: &str) -> Result<Backend, Failure> {
-    if name == "auto" {
-        return Ok(Backend::detect());
-    }
-    Backend::by_name(name).ok_or_else(|| {
-        let names: Vec<_> = Backend::available().map(Backend::name).collect();
-        Failure::usage(
-            format!("--backend {name}: not on this CPU"),
-            format!("this CPU has: auto, {}", names.join(", ")),
-        )
-    })
-}
-
-fn budget(text: &str) -> Result<u64, Failure> {
-    if text != "auto" {
-        return units::parse(text).map_err(|e| Failure::usage(format!("--memory: {e}"), "write 2G, 12GiB or auto"));
-    }
-    let Some(available) = k3_platform::memory::available() else {
-        return Err(Failure::usage("the system does not say how much memory is free", "give --memory SIZE"));
-    };
-    // What this process holds already is part of the budget it is about to be given.
-    let held = k3_platform::memory::rss().unwrap_or(0);
-    Ok(available.bytes.saturating_sub(RESERVE.max(available.bytes / 8)).saturating_add(held))
+    session.end(&run, finish)?;
+    Ok(run.code(finish == Finish::Cancelled))
 }
 
 /// Refuses what no pass could run. Returns the context.
@@ -197,11 +123,11 @@ impl Session<'_> {
     fn generate(&mut self, engine: &mut Engine) -> Result<Finish, Failure> {
         let config = *engine.checkpoint().config();
         let (vocab, chunk) = (config.vocab_size, engine.plan().extent.chunk);
-        let mut progress = Progress::new(!self.args.quiet, config.num_hidden_layers);
+        let mut progress = Progress::new(!self.args.common.quiet, config.num_hidden_layers);
         let mut logits = vec![0.0; vocab * engine.plan().logit_rows];
         let mut dump = match &self.args.dump_logits {
             Some(path) => {
-                Some((Npy::create(path, self.prompt.len(), vocab).map_err(|e| Failure::output(path, &e))?, path))
+                Some((Npy::create(path, &[self.prompt.len(), vocab]).map_err(|e| Failure::output(path, &e))?, path))
             }
             None => None,
         };
@@ -289,39 +215,20 @@ impl Session<'_> {
         self.out.write(&ready)
     }
 
-    fn end(&mut self, engine: &Engine, finish: Finish, fell_back: bool) -> Result<(), Failure> {
-        let (stats, plan) = (engine.stats(), engine.plan());
+    fn end(&mut self, run: &Started, finish: Finish) -> Result<(), Failure> {
+        let engine = &run.engine;
+        let stats = engine.stats();
         let ids = |ids: &[TokenId]| ids.iter().map(|id| id.0).collect::<Vec<_>>();
-        if self.args.json {
-            let nan: Vec<_> = stats
-                .experts
-                .nan_scales
-                .iter()
-                .map(|((l, e), n)| json!({"layer": l.0, "expert": e.0, "nan_scale_bytes": n}))
-                .collect();
-            let object = json!({
+        if self.args.common.json {
+            report::print_json(&json!({
                 "model": engine.checkpoint().dir().display().to_string(),
                 "prompt_ids": ids(&self.prompt),
                 "generated_ids": ids(&self.generated),
                 "text": String::from_utf8_lossy(&self.out.text),
                 "finish_reason": finish.name(),
                 "usage": {"prompt_tokens": self.prompt.len(), "generated_tokens": self.generated.len()},
-                "memory": {
-                    "budget_bytes": plan.budget,
-                    "planned_bytes": plan.ledger.total(),
-                    "peak_rss_bytes": peak_rss(),
-                    "pinned_layers": plan.pinned,
-                    "head_pinned": plan.head_pinned,
-                    "arena_experts": plan.arena,
-                    "chunk": plan.extent.chunk,
-                    "context": plan.extent.context,
-                },
-                "io": {
-                    "bytes_read": stats.bytes_read,
-                    "trunk_hit_rate": stats.trunk_hit_rate(),
-                    "expert_hit_rate": stats.expert_hit_rate(),
-                    "direct": self.args.io == Io::Direct && !fell_back,
-                },
+                "memory": report::memory(engine.plan()),
+                "io": report::io(&stats, run.direct()),
                 "seconds": {
                     "total": self.times.total.as_secs_f64(),
                     "open": self.times.open.as_secs_f64(),
@@ -329,23 +236,14 @@ impl Session<'_> {
                     "per_token": self.times.per_token(),
                     "waited_for_disk": stats.waited().as_secs_f64(),
                 },
-                "threads": plan.extent.width,
+                "threads": engine.plan().extent.width,
                 "backend": engine.backend().name(),
-                "damaged_experts": nan,
-            });
-            let mut out = std::io::stdout().lock();
-            match writeln!(out, "{object}").and_then(|()| out.flush()) {
-                Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-                    return Err(Failure::output(std::path::Path::new("standard output"), &e));
-                }
-                _ => {}
-            }
+                "damaged_experts": report::damaged(&stats),
+            }))?;
         }
-        if !self.args.quiet {
-            if fell_back {
-                let _ = writeln!(std::io::stderr(), "note: this file system has no O_DIRECT; reads were buffered");
-            }
-            report::end(&self.times, self.prompt.len(), self.generated.len(), &stats, plan);
+        if !self.args.common.quiet {
+            run.note_buffered();
+            report::end(&self.times, self.prompt.len(), self.generated.len(), &stats, engine.plan());
         }
         Ok(())
     }

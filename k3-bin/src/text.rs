@@ -24,14 +24,18 @@ pub(crate) fn source(prompt: &crate::args::Prompt) -> Result<Source, Failure> {
         return Ok(Source::Text(text.clone().into_vec()));
     }
     let path = prompt.prompt_file.as_deref().unwrap_or(Path::new("-"));
-    let failed = |e: std::io::Error| Failure::usage(format!("{}: {e}", path.display()), "--prompt-file takes a file");
+    Ok(Source::Text(read(path, "--prompt-file")?))
+}
+
+/// Reads a file, or standard input, that `option` names.
+pub(crate) fn read(path: &Path, option: &str) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
-    if path == Path::new("-") {
-        std::io::stdin().lock().read_to_end(&mut bytes).map_err(failed)?;
+    let done = if path == Path::new("-") {
+        std::io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes)
     } else {
-        bytes = std::fs::read(path).map_err(failed)?;
-    }
-    Ok(Source::Text(bytes))
+        std::fs::read(path)
+    };
+    done.map_err(|e| Failure::usage(format!("{}: {e}", path.display()), format!("{option} takes a file")))
 }
 
 /// The vocabulary files of a checkpoint. Ids in and ids out need none, so they may be absent then.

@@ -1,7 +1,7 @@
 //! The command as a user meets it.
 
 use k3_tests::{checkpoints, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 fn k3() -> Command {
@@ -118,6 +118,11 @@ fn usage_is_refused_with_2_and_says_what_to_do() {
         (&["run", dir, "--ids", "1", "--memory", "much"], "much"),
         (&["run", dir, "--ids", "1", "--backend", "neon"], "neon"),
         (&["run", dir, "--ids", "1", "--threads", "0"], "threads"),
+        (&["perplexity", dir], "--file"),
+        (&["perplexity", dir, "--file", "/dev/null"], "0 tokens"),
+        (&["perplexity", dir, "--file", "/nowhere/at/all"], "/nowhere/at/all"),
+        (&["perplexity", dir, "--file", "/dev/null", "--window", "0"], "--window"),
+        (&["perplexity", dir, "--file", "/dev/null", "--backend", "neon"], "neon"),
     ];
     for (args, part) in cases {
         let output = k3().args(*args).output().expect("k3");
@@ -174,4 +179,113 @@ fn a_reader_that_goes_away_is_no_failure() {
     let output = child.wait_with_output().expect("k3");
     assert_eq!(code(&output), 0, "{}", text(&output.stderr));
     assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
+}
+
+/// The numbers of a one-byte-order `.npy` file after its header.
+fn npy<const N: usize, T>(path: &Path, number: impl Fn([u8; N]) -> T) -> Vec<T> {
+    let bytes = std::fs::read(path).expect("the file");
+    let at = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+    bytes[at..].as_chunks().0.iter().map(|&b| number(b)).collect()
+}
+
+fn object(command: &mut Command) -> serde_json::Value {
+    let output = command.output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("one JSON object")
+}
+
+const TEXT: &str = "In the beginning was a tiny text, \u{20ac} and all.\nIt has 2 lines!\n";
+
+/// The logits that `run` dumps, and arithmetic of the test's own, give the numbers of `perplexity`.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "the platform's exp is the independent judge here")]
+fn perplexity_is_that_of_the_logits() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (file, dump, out) = (folder.path().join("text"), folder.path().join("l.npy"), folder.path().join("nll.npy"));
+    std::fs::write(&file, TEXT).expect("write");
+    let dir = tiny();
+    let vocab = json(&dir.join("config.json"))["text_config"]["vocab_size"].as_u64().expect("vocab");
+    let vocab = usize::try_from(vocab).expect("small");
+    let prompt = object(k3().args(["run", "--json", "--max-tokens", "0", "--prompt-file"]).arg(&file).arg(&dir));
+    let ids: Vec<u64> =
+        prompt["prompt_ids"].as_array().expect("ids").iter().filter_map(serde_json::Value::as_u64).collect();
+    assert!(ids.len() > 30, "{ids:?}");
+    // A window longer than the text is the whole text.
+    for window in [1, 7, ids.len() - 1, 100_000] {
+        let mut expected = Vec::new();
+        for (w, inputs) in ids[..ids.len() - 1].chunks(window).enumerate() {
+            let list = inputs.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+            let run = ["run", "--json", "--max-tokens", "0", "--ids", &list, "--dump-logits"];
+            object(k3().args(run).arg(&dump).arg(&dir));
+            for (i, row) in npy(&dump, f32::from_le_bytes).chunks(vocab).enumerate() {
+                let target = usize::try_from(ids[w * window + i + 1]).expect("an id");
+                let sum: f64 = row.iter().rev().map(|&l| f64::from(l).exp()).sum();
+                expected.push(sum.ln() - f64::from(row[target]));
+            }
+        }
+        let mut command = k3();
+        command.args(["perplexity", "--json", "--window", &window.to_string(), "--file"]).arg(&file);
+        let found = object(command.arg("--nll-out").arg(&out).arg(&dir));
+        let near =
+            |found: f64, expected: f64| assert!((found - expected).abs() < 1e-12 * expected, "{found} {expected}");
+        let each = npy(&out, f64::from_le_bytes);
+        assert_eq!(each.len(), expected.len());
+        each.iter().zip(&expected).for_each(|(&found, &expected)| near(found, expected));
+        let total: f64 = expected.iter().sum();
+        let first = object(k3().args(["run", "--json", "--max-tokens", "0", "--ids", &ids[0].to_string()]).arg(&dir));
+        assert_eq!(first["prompt_ids"][0], ids[0]);
+        // The text begins with a token that is one character, "I" or more of it.
+        let bytes = found["bytes"].as_u64().expect("bytes");
+        assert!(bytes < TEXT.len() as u64 && bytes + 4 > TEXT.len() as u64, "{bytes}");
+        assert_eq!(found["tokens"], ids.len());
+        assert_eq!(found["counted"], expected.len());
+        assert_eq!(found["window"], window.min(ids.len() - 1));
+        assert_eq!(found["complete"], true);
+        let mean = total / expected.len() as f64;
+        near(found["nll"].as_f64().expect("nll"), mean);
+        near(found["perplexity"].as_f64().expect("perplexity"), mean.exp());
+        near(found["bits_per_byte"].as_f64().expect("bits"), total / 2f64.ln() / bytes as f64);
+    }
+}
+
+#[test]
+fn perplexity_depends_on_nothing_but_model_text_and_window() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (file, out) = (folder.path().join("text"), folder.path().join("nll.npy"));
+    std::fs::write(&file, TEXT).expect("write");
+    for dir in checkpoints() {
+        let run = |more: &[&str]| {
+            let mut command = k3();
+            command.args(["perplexity", "--json", "--window", "20", "--file"]).arg(&file).args(more);
+            let object = object(command.arg("--nll-out").arg(&out).arg(&dir));
+            let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
+            assert!(peak <= object["memory"]["budget_bytes"].as_u64().expect("a budget"), "{object}");
+            (std::fs::read(&out).expect("nll"), object["nll"].to_string(), object["perplexity"].to_string())
+        };
+        let expected = run(&["--backend", "scalar", "--threads", "1", "--chunk", "1"]);
+        let variants: [&[&str]; 6] = [
+            &[],
+            &["--chunk", "3"],
+            &["--chunk", "20", "--threads", "3"],
+            &["--io", "buffered"],
+            &["--memory", "64M"],
+            &["--memory", "20M", "--chunk", "2"],
+        ];
+        for variant in variants {
+            assert!(run(variant) == expected, "{variant:?} gives other bits");
+        }
+    }
+    // Standard input is a file as well, and people get lines.
+    let output = k3()
+        .args(["perplexity", "--quiet", "--file", "-"])
+        .arg(tiny())
+        .stdin(std::fs::File::open(&file).expect("open"))
+        .output()
+        .expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    assert!(output.stderr.is_empty());
+    let lines = text(&output.stdout);
+    for name in ["tokens", "counted", "bytes", "nll", "perplexity", "bits_per_byte", "seconds"] {
+        assert!(lines.lines().any(|line| line.starts_with(&format!("{name} "))), "{name}: {lines}");
+    }
 }

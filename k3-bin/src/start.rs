@@ -1,0 +1,157 @@
+//! What every command that runs a model does first: options to a checkpoint, a plan and an engine.
+
+use crate::args::{Common, Io};
+use crate::fail::{self, Failure};
+use crate::report;
+use k3_core::backend::Backend;
+use k3_platform::checkpoint::Checkpoint;
+use k3_platform::engine::Engine;
+use k3_platform::io::{Disk, Mode};
+use k3_platform::memory::{available, default_threads, rss};
+use k3_platform::plan::Request;
+use k3_platform::units;
+use std::io::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// What is left free of the memory a machine has to give when --memory is auto: an eighth, at least
+/// this (bytes).
+const RESERVE: u64 = 512_000_000;
+
+/// Threads that read, and so reads in flight.
+const READERS: usize = 8;
+
+/// Options that have been understood. Made before anything slow, so that what is wrong with them is
+/// said at once.
+pub(crate) struct Options<'a> {
+    common: &'a Common,
+    backend: Backend,
+    budget: u64,
+}
+
+/// What a command asks of its engine.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    /// Positions of the longest sequence.
+    pub(crate) context: usize,
+    /// Positions a chunk could use at most.
+    pub(crate) prompt: usize,
+    /// Whether logits of all positions are read.
+    pub(crate) all_logits: bool,
+    /// What the tokenizer holds (bytes).
+    pub(crate) tokenizer: u64,
+}
+
+/// A checkpoint, opened.
+pub(crate) struct Opened<'a> {
+    options: Options<'a>,
+    disk: Disk,
+    pub(crate) checkpoint: Checkpoint,
+}
+
+/// An engine, and what lives as long as it does.
+pub(crate) struct Started {
+    pub(crate) engine: Engine,
+    disk: Disk,
+    direct: bool,
+    signal: Arc<AtomicUsize>,
+}
+
+impl<'a> Options<'a> {
+    pub(crate) fn new(common: &'a Common) -> Result<Self, Failure> {
+        Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)? })
+    }
+
+    /// Opens the checkpoint.
+    pub(crate) fn open(self) -> Result<Opened<'a>, Failure> {
+        let Some(dir) = &self.common.model else {
+            return Err(Failure::usage("no model", "name a checkpoint directory, or set K3_MODEL"));
+        };
+        let disk = Disk::new(if self.common.io == Io::Direct { Mode::Direct } else { Mode::Buffered });
+        let checkpoint = Checkpoint::open(dir, Arc::new(disk.clone()))?;
+        Ok(Opened { options: self, disk, checkpoint })
+    }
+}
+
+impl Opened<'_> {
+    /// Plans, says so, and builds the engine. From here on signals stop a pass and not the process.
+    pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
+        let Self { options: Options { common, backend, budget }, disk, checkpoint } = self;
+        let request = Request {
+            budget,
+            context: wanted.context,
+            prompt: wanted.prompt,
+            chunk: common.chunk.map(|n| n.clamp(1, wanted.prompt.max(1))),
+            threads: common.threads.map_or_else(default_threads, usize::from),
+            readers: READERS,
+            all_logits: wanted.all_logits,
+        };
+        let plan = checkpoint.plan(&request, wanted.tokenizer)?;
+        if !common.quiet {
+            report::plan(&plan, backend.name());
+        }
+        let engine = Engine::new(checkpoint, plan, backend)?;
+        let signal = watch_signals(&engine.stop_flag())?;
+        Ok(Started { engine, disk, direct: common.io == Io::Direct, signal })
+    }
+}
+
+impl Started {
+    /// The exit code of what is not a failure.
+    pub(crate) fn code(&self, cancelled: bool) -> u8 {
+        if cancelled { 128 + u8::try_from(self.signal.load(Ordering::SeqCst)).unwrap_or(2) } else { 0 }
+    }
+
+    /// Whether reads went past the page cache.
+    pub(crate) fn direct(&self) -> bool {
+        self.direct && !self.disk.fell_back()
+    }
+
+    /// Says so if reads could not go past the page cache though they should.
+    pub(crate) fn note_buffered(&self) {
+        if self.disk.fell_back() {
+            let _ = writeln!(std::io::stderr(), "note: this file system has no O_DIRECT; reads were buffered");
+        }
+    }
+}
+
+/// SIGINT and SIGTERM: a flag the engine looks at, and the number for the exit code. The first one
+/// stops the pass and prints what there is; a second one ends the process at once.
+fn watch_signals(stop: &Arc<AtomicBool>) -> Result<Arc<AtomicUsize>, Failure> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    use signal_hook::flag;
+    let number = Arc::new(AtomicUsize::new(0));
+    for (signal, value) in [(SIGINT, 2), (SIGTERM, 15)] {
+        // In this order: the shutdown looks at the flag before this signal sets it.
+        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop))
+            .and_then(|_| flag::register_usize(signal, Arc::clone(&number), value))
+            .and_then(|_| flag::register(signal, Arc::clone(stop)))
+            .map_err(|e| Failure { code: fail::IO, message: format!("signals: {e}"), hint: None })?;
+    }
+    Ok(number)
+}
+
+fn backend(name: &str) -> Result<Backend, Failure> {
+    if name == "auto" {
+        return Ok(Backend::detect());
+    }
+    Backend::by_name(name).ok_or_else(|| {
+        let names: Vec<_> = Backend::available().map(Backend::name).collect();
+        Failure::usage(
+            format!("--backend {name}: not on this CPU"),
+            format!("this CPU has: auto, {}", names.join(", ")),
+        )
+    })
+}
+
+fn budget(text: &str) -> Result<u64, Failure> {
+    if text != "auto" {
+        return units::parse(text).map_err(|e| Failure::usage(format!("--memory: {e}"), "write 2G, 12GiB or auto"));
+    }
+    let Some(available) = available() else {
+        return Err(Failure::usage("the system does not say how much memory is free", "give --memory SIZE"));
+    };
+    // What this process holds already is part of the budget it is about to be given.
+    let held = rss().unwrap_or(0);
+    Ok(available.bytes.saturating_sub(RESERVE.max(available.bytes / 8)).saturating_add(held))
+}
