@@ -45,7 +45,7 @@ pub(crate) enum Io {
 /// What every command that runs a model takes.
 #[derive(Debug, Args)]
 pub(crate) struct Common {
-    /// The checkpoint's directory, as downloaded.
+    /// The checkpoint's directory, as downloaded [default: a tiny demo model that is part of k3].
     #[arg(env = "K3_MODEL", value_name = "MODEL_DIR")]
     pub(crate) model: Option<PathBuf>,
 
@@ -81,9 +81,13 @@ pub(crate) struct Common {
 
 const RUN_EXAMPLES: &str = "\
 Examples:
+  k3 run --prompt \"In the beginning\"
   k3 run /models/kimi-k3 --prompt \"The capital of France is\" --memory 16G
   k3 run /models/kimi-k3 --prompt-file question.txt --max-tokens 400 --json > answer.json
-  K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8";
+  K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8
+
+Without MODEL_DIR and K3_MODEL the demo model runs. It is unpacked once, to k3/ in $XDG_CACHE_HOME or
+~/.cache, and checked at every start.";
 
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES)]
@@ -132,6 +136,7 @@ What is counted:
   bits_per_byte  total of -log2 p over the bytes of the counted tokens
 
 Examples:
+  k3 perplexity --file fixtures/demo/heldout.txt --window 256
   k3 perplexity /models/kimi-k3 --file book.txt --memory 16G --json --nll-out nll.npy";
 
 #[derive(Debug, Args)]

@@ -1,6 +1,7 @@
 //! The `k3` command: arguments, progress, printing. No arithmetic and no policy of reading.
 
 mod args;
+mod demo;
 mod fail;
 mod npy;
 mod perplexity;

@@ -1,6 +1,7 @@
 //! What every command that runs a model does first: options to a checkpoint, a plan and an engine.
 
 use crate::args::{Common, Io};
+use crate::demo::{self, Demo};
 use crate::fail::{self, Failure};
 use crate::report;
 use k3_core::backend::Backend;
@@ -46,6 +47,7 @@ pub(crate) struct Wanted {
 pub(crate) struct Opened<'a> {
     options: Options<'a>,
     disk: Disk,
+    demo: Option<Demo>,
     pub(crate) checkpoint: Checkpoint,
 }
 
@@ -55,6 +57,8 @@ pub(crate) struct Started {
     disk: Disk,
     direct: bool,
     signal: Arc<AtomicUsize>,
+    /// A private folder goes away with it.
+    _demo: Option<Demo>,
 }
 
 impl<'a> Options<'a> {
@@ -62,21 +66,25 @@ impl<'a> Options<'a> {
         Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)? })
     }
 
-    /// Opens the checkpoint.
+    /// Opens the checkpoint, or the demo where none is named.
     pub(crate) fn open(self) -> Result<Opened<'a>, Failure> {
-        let Some(dir) = &self.common.model else {
-            return Err(Failure::usage("no model", "name a checkpoint directory, or set K3_MODEL"));
+        let (dir, demo) = match &self.common.model {
+            Some(dir) => (dir.clone(), None),
+            None => {
+                let demo = demo::unpack(self.common.quiet)?;
+                (demo.dir().to_owned(), Some(demo))
+            }
         };
         let disk = Disk::new(if self.common.io == Io::Direct { Mode::Direct } else { Mode::Buffered });
-        let checkpoint = Checkpoint::open(dir, Arc::new(disk.clone()))?;
-        Ok(Opened { options: self, disk, checkpoint })
+        let checkpoint = Checkpoint::open(&dir, Arc::new(disk.clone()))?;
+        Ok(Opened { options: self, disk, demo, checkpoint })
     }
 }
 
 impl Opened<'_> {
     /// Plans, says so, and builds the engine. From here on signals stop a pass and not the process.
     pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
-        let Self { options: Options { common, backend, budget }, disk, checkpoint } = self;
+        let Self { options: Options { common, backend, budget }, disk, demo, checkpoint } = self;
         let request = Request {
             budget,
             context: wanted.context,
@@ -85,6 +93,7 @@ impl Opened<'_> {
             threads: common.threads.map_or_else(default_threads, usize::from),
             readers: READERS,
             all_logits: wanted.all_logits,
+            touched: demo.as_ref().map_or(0, Demo::touched),
         };
         let plan = checkpoint.plan(&request, wanted.tokenizer)?;
         if !common.quiet {
@@ -92,7 +101,7 @@ impl Opened<'_> {
         }
         let engine = Engine::new(checkpoint, plan, backend)?;
         let signal = watch_signals(&engine.stop_flag())?;
-        Ok(Started { engine, disk, direct: common.io == Io::Direct, signal })
+        Ok(Started { engine, disk, direct: common.io == Io::Direct, signal, _demo: demo })
     }
 }
 

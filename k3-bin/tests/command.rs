@@ -108,6 +108,7 @@ fn usage_is_refused_with_2_and_says_what_to_do() {
     let dir = dir.to_str().expect("a path");
     let cases: &[(&[&str], &str)] = &[
         (&["run", dir], "--prompt"),
+        #[cfg(not(feature = "demo"))]
         (&["run", "--prompt", "x"], "K3_MODEL"),
         (&["run", dir, "--prompt", "x", "--ids", "1"], "cannot be used"),
         (&["run", dir, "--prompt", ""], "empty"),
@@ -287,5 +288,182 @@ fn perplexity_depends_on_nothing_but_model_text_and_window() {
     let lines = text(&output.stdout);
     for name in ["tokens", "counted", "bytes", "nll", "perplexity", "bits_per_byte", "seconds"] {
         assert!(lines.lines().any(|line| line.starts_with(&format!("{name} "))), "{name}: {lines}");
+    }
+}
+
+/// `k3 run` without a model.
+#[cfg(feature = "demo")]
+mod demo {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::os::unix::fs::MetadataExt as _;
+
+    /// No process may write here, not even the superuser's.
+    const UNWRITABLE: &str = "/proc/self";
+
+    fn demo() -> Command {
+        let mut command = k3();
+        command.args(["run", "--prompt", "In the beginning", "--max-tokens", "5", "--memory", "64M", "--ignore-eos"]);
+        for name in ["XDG_CACHE_HOME", "HOME", "TMPDIR"] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    /// The text that the files in the repository give.
+    fn expected() -> Vec<u8> {
+        let output = demo().arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("demo")).output().expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        assert!(!output.stdout.is_empty());
+        output.stdout
+    }
+
+    fn check(output: &Output) {
+        assert_eq!(code(output), 0, "{}", text(&output.stderr));
+        assert_eq!(output.stdout, expected(), "{}", text(&output.stderr));
+    }
+
+    /// The folder the demo was unpacked to, the only thing in the cache.
+    fn unpacked(cache: &Path) -> PathBuf {
+        let mut entries = std::fs::read_dir(cache.join("k3")).expect("k3");
+        let folder = entries.next().expect("a folder").expect("a folder").path();
+        assert!(entries.next().is_none());
+        folder
+    }
+
+    /// Names, inodes and contents.
+    fn files(dir: &Path) -> BTreeMap<PathBuf, (u64, Vec<u8>)> {
+        let entries = std::fs::read_dir(dir).expect("read_dir").map(|e| e.expect("entry").path());
+        entries
+            .map(|p| (p.clone(), (p.metadata().expect("metadata").ino(), std::fs::read(&p).expect("read"))))
+            .collect()
+    }
+
+    #[test]
+    fn runs_and_is_unpacked_once() {
+        let cache = tempfile::tempdir().expect("a folder");
+        check(&demo().env("XDG_CACHE_HOME", cache.path()).output().expect("k3"));
+        let before = files(&unpacked(cache.path()));
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
+        for (path, (_, bytes)) in &before {
+            assert!(std::fs::read(source.join(path.file_name().expect("a name"))).expect("read") == *bytes);
+        }
+        let output = demo().env("XDG_CACHE_HOME", cache.path()).output().expect("k3");
+        check(&output);
+        assert!(text(&output.stderr).contains("demo model"));
+        assert!(files(&unpacked(cache.path())) == before, "written again");
+        let quiet = demo().arg("--quiet").env("XDG_CACHE_HOME", cache.path()).output().expect("k3");
+        check(&quiet);
+        assert!(quiet.stderr.is_empty());
+        // A variable that lost its value is not taken for "no model".
+        let output = demo().env("XDG_CACHE_HOME", cache.path()).env("K3_MODEL", "").output().expect("k3");
+        assert_eq!(code(&output), 2, "{}", text(&output.stderr));
+        // The other variable.
+        let home = tempfile::tempdir().expect("a folder");
+        check(&demo().env("HOME", home.path()).output().expect("k3"));
+        unpacked(&home.path().join(".cache"));
+    }
+
+    #[test]
+    fn processes_may_race_and_be_killed() {
+        let cache = tempfile::tempdir().expect("a folder");
+        for millis in [1, 4, 8] {
+            let mut child = demo()
+                .env("XDG_CACHE_HOME", cache.path())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .expect("k3");
+            std::thread::sleep(std::time::Duration::from_millis(millis));
+            child.kill().expect("kill");
+            child.wait().expect("wait");
+        }
+        let race = || {
+            let mut command = demo();
+            command.env("XDG_CACHE_HOME", cache.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            command.spawn().expect("k3")
+        };
+        let racing = [race(), race(), race(), race()];
+        racing.into_iter().for_each(|child| check(&child.wait_with_output().expect("k3")));
+        unpacked(cache.path());
+    }
+
+    #[test]
+    fn damage_is_mended() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let run = || check(&demo().env("XDG_CACHE_HOME", cache.path()).output().expect("k3"));
+        run();
+        let folder = unpacked(cache.path());
+        let before = files(&folder);
+        let shard = before.keys().find(|p| p.extension().is_some_and(|e| e == "safetensors")).expect("a shard");
+        let whole = &before[shard].1;
+        std::fs::write(shard, &whole[..whole.len() / 2]).expect("write");
+        run();
+        let mut flipped = whole.clone();
+        *flipped.last_mut().expect("bytes") ^= 1;
+        std::fs::write(shard, &flipped).expect("write");
+        run();
+        std::fs::remove_file(folder.join("config.json")).expect("remove");
+        run();
+        let after = files(&folder);
+        assert!(before.keys().eq(after.keys()));
+        assert!(before.iter().zip(&after).all(|((_, (_, before)), (_, (_, after)))| before == after));
+    }
+
+    #[test]
+    fn without_a_cache_it_is_temporary_and_gone_afterwards() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        for cache in [None, Some(Path::new(UNWRITABLE)), Some(file.path()), Some(Path::new("relative"))] {
+            let temporary = tempfile::tempdir().expect("a folder");
+            let mut command = demo();
+            command.env("TMPDIR", temporary.path());
+            if let Some(cache) = cache {
+                command.env("XDG_CACHE_HOME", cache);
+            }
+            let output = command.output().expect("k3");
+            check(&output);
+            assert!(text(&output.stderr).contains("temporary folder"), "{}", text(&output.stderr));
+            assert_eq!(std::fs::read_dir(temporary.path()).expect("read_dir").count(), 0);
+        }
+    }
+
+    #[test]
+    fn when_nothing_can_be_written_it_says_so() {
+        let output = demo().env("XDG_CACHE_HOME", UNWRITABLE).env("TMPDIR", UNWRITABLE).output().expect("k3");
+        assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+        assert!(output.stdout.is_empty());
+        for part in [UNWRITABLE, "cannot be unpacked", "XDG_CACHE_HOME", "TMPDIR"] {
+            assert!(text(&output.stderr).contains(part), "{}", text(&output.stderr));
+        }
+        // A full disk, played by a limit on the size of files: what was begun is taken away.
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$0\" run --prompt x", env!("CARGO_BIN_EXE_k3")]);
+        shell.env_remove("K3_MODEL").env("XDG_CACHE_HOME", folder.path()).env("TMPDIR", folder.path());
+        let output = shell.output().expect("sh");
+        assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+        let left = std::fs::read_dir(unpacked(folder.path())).expect("read_dir");
+        assert!(left.map(|e| e.expect("entry").file_name()).all(|n| !n.to_string_lossy().ends_with(".part")));
+        assert_eq!(std::fs::read_dir(folder.path()).expect("read_dir").count(), 1, "k3 only");
+    }
+
+    /// Unpacking touches the demo's pages in the binary, and these count.
+    #[test]
+    fn the_least_budget_is_kept_while_unpacking() {
+        let run = |memory: &str| {
+            let cache = tempfile::tempdir().expect("a folder");
+            let mut command = k3();
+            command.args(["run", "--json", "--ids", "5,6,7", "--max-tokens", "3", "--memory", memory]);
+            command.env("XDG_CACHE_HOME", cache.path()).output().expect("k3")
+        };
+        let message = text(&run("1M").stderr);
+        let floor = message.split("the least is ").nth(1).and_then(|rest| rest.split(['(', ' ']).nth(3));
+        let floor: u64 = floor.and_then(|f| f.parse().ok()).unwrap_or_else(|| panic!("no floor in {message}"));
+        let output = run(&floor.to_string());
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("peak");
+        println!("floor {floor}, peak {peak}");
+        assert!(peak <= floor, "peak {peak} of {floor}");
     }
 }

@@ -45,6 +45,8 @@ pub struct Request {
     pub readers: usize,
     /// Whether logits of all positions of a chunk are held at once, and not only the last one's.
     pub all_logits: bool,
+    /// What the process has touched of its own file besides its code (bytes).
+    pub touched: u64,
 }
 
 /// What the plan must know about a checkpoint.
@@ -162,8 +164,12 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize) -> Ledger {
     let c = sizes.config;
     let mut ledger = Ledger::default();
     let threads = (request.threads + request.readers) as u64;
-    let note = format!("code and heap, {} computing and {} reading threads", request.threads, request.readers);
-    ledger.add("process", PROCESS_BYTES.saturating_add(threads.saturating_mul(THREAD_BYTES)), note);
+    let mut note = format!("code and heap, {} computing and {} reading threads", request.threads, request.readers);
+    if request.touched > 0 {
+        note += &format!(", {} of included data", human(request.touched));
+    }
+    let process = PROCESS_BYTES.saturating_add(threads.saturating_mul(THREAD_BYTES)).saturating_add(request.touched);
+    ledger.add("process", process, note);
     ledger.add("index", sizes.index, "where each tensor lies".to_owned());
     ledger.add("tokenizer", sizes.tokenizer, format!("{} ids", c.vocab_size));
     let experts = (c.num_moe_layers() as u64).saturating_mul(c.num_experts as u64);

@@ -88,6 +88,7 @@ pub(crate) fn engine(checkpoint: Checkpoint, how: &How, prompt: usize, context: 
         threads: how.threads,
         readers: 2,
         all_logits: true,
+        touched: 0,
     };
     let plan = checkpoint.plan(&request, 0)?;
     Engine::new(checkpoint, plan, how.backend)

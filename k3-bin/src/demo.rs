@@ -1,0 +1,260 @@
+//! The demo checkpoint: carried inside the binary, unpacked where the engine can read it like any
+//! other.
+//!
+//! ```text
+//! $XDG_CACHE_HOME/k3/demo-ID/     or ~/.cache/k3/demo-ID/; ID is a digest of all names and bytes
+//!     config.json                 each file: length and SHA-256 compared at every start;
+//!     ...                         what differs is written to a temporary neighbour and renamed
+//! ```
+//!
+//! There is no lock and no marker. A file is either missing, or wrong, or the bytes that every
+//! process with this ID would write, and a rename puts it there whole: so any number of processes may
+//! unpack at once, a stopped one leaves work for the next, and a crash of the machine that loses
+//! unsynced bytes is found by the digest. A cache folder that cannot be used is replaced by a private
+//! temporary folder, which goes away with the process.
+
+use std::path::{Path, PathBuf};
+
+/// An unpacked demo.
+#[derive(Debug)]
+pub(crate) struct Demo {
+    dir: PathBuf,
+    touched: u64,
+    #[cfg(feature = "demo")]
+    _private: Option<tempfile::TempDir>,
+}
+
+impl Demo {
+    /// The checkpoint's directory.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Bytes of the binary that were written out. They are pages of this process from then on, and so
+    /// part of its peak.
+    pub(crate) fn touched(&self) -> u64 {
+        self.touched
+    }
+}
+
+#[cfg(not(feature = "demo"))]
+pub(crate) fn unpack(_: bool) -> Result<Demo, crate::fail::Failure> {
+    Err(crate::fail::Failure::usage("no model, and this k3 was built without the demo", NAME_ONE))
+}
+
+#[cfg(feature = "demo")]
+pub(crate) use packed::unpack;
+
+const NAME_ONE: &str = "name a checkpoint directory, or set K3_MODEL";
+
+#[cfg(feature = "demo")]
+mod packed {
+    use super::{Demo, NAME_ONE};
+    use crate::fail::{self, Failure};
+    use sha2::{Digest as _, Sha256};
+    use std::ffi::OsString;
+    use std::fs;
+    use std::io::{self, Read as _, Write as _};
+    use std::os::unix::fs::DirBuilderExt as _;
+    use std::path::{Path, PathBuf};
+    use std::time::{Duration, SystemTime};
+
+    /// A file of the demo.
+    pub(super) struct Packed {
+        name: &'static str,
+        sha256: [u8; 32],
+        bytes: &'static [u8],
+    }
+
+    include!(concat!(env!("OUT_DIR"), "/demo.rs"));
+
+    /// Temporary files of stopped processes are removed when they are older than this.
+    const STALE: Duration = Duration::from_secs(3600);
+    const PART: &str = ".part";
+
+    /// Makes sure that the demo lies unpacked and whole in a folder.
+    ///
+    /// # Errors
+    /// If no folder can be written.
+    pub(crate) fn unpack(quiet: bool) -> Result<Demo, Failure> {
+        if FILES.is_empty() {
+            return Err(Failure::usage("no model, and this k3 was built where there was no demo to include", NAME_ONE));
+        }
+        let say = |text: String| {
+            if !quiet {
+                let _ = writeln!(io::stderr(), "note: {text}");
+            }
+        };
+        let refused = match cache(|name| std::env::var_os(name)) {
+            Some(root) => {
+                let dir = root.join(format!("demo-{ID}"));
+                match fill(&dir, FILES) {
+                    Ok(touched) => {
+                        say(format!("no MODEL_DIR: this is the tiny demo model, from {}", dir.display()));
+                        return Ok(Demo { dir, touched, _private: None });
+                    }
+                    Err(error) => format!("{}: {error}", dir.display()),
+                }
+            }
+            None => "neither XDG_CACHE_HOME nor HOME names a folder".to_owned(),
+        };
+        // Only this user can enter it, and its name cannot be foreseen.
+        let private = tempfile::Builder::new().prefix("k3-demo-").tempdir();
+        match private.and_then(|private| Ok((fill(private.path(), FILES)?, private))) {
+            Ok((touched, private)) => {
+                say(format!("no MODEL_DIR: this is the tiny demo model, in a temporary folder, for {refused}"));
+                Ok(Demo { dir: private.path().to_owned(), touched, _private: Some(private) })
+            }
+            Err(error) => {
+                let bytes: usize = FILES.iter().map(|f| f.bytes.len()).sum();
+                Err(Failure {
+                    code: fail::IO,
+                    message: format!(
+                        "the demo model cannot be unpacked: {refused}; {}: {error}",
+                        std::env::temp_dir().display()
+                    ),
+                    hint: Some(format!(
+                        "let XDG_CACHE_HOME or TMPDIR name a folder with {} free, or {NAME_ONE}",
+                        k3_platform::units::human(bytes as u64)
+                    )),
+                })
+            }
+        }
+    }
+
+    /// The user's cache folder by the XDG base directory rules: a relative path counts as none.
+    fn cache(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+        let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+        base.map(|base| base.join("k3"))
+    }
+
+    /// Brings `dir` to hold `files`, and gives the bytes written for it. Files that are right stay.
+    fn fill(dir: &Path, files: &[Packed]) -> io::Result<u64> {
+        let (mut written, mut created) = (0, false);
+        for file in files {
+            let path = dir.join(file.name);
+            if holds(&path, file).unwrap_or(false) {
+                continue;
+            }
+            if !created {
+                fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
+                remove_stale(dir);
+                created = true;
+            }
+            let prefix = format!(".{}.", file.name);
+            let mut part = tempfile::Builder::new().prefix(&prefix).suffix(PART).tempfile_in(dir)?;
+            part.write_all(file.bytes)?;
+            part.persist(&path).map_err(|e| e.error)?;
+            written += file.bytes.len() as u64;
+        }
+        Ok(written)
+    }
+
+    /// Whether the bytes at `path` are those of `file`. The bytes in the binary are not looked at, so
+    /// they take no memory when nothing is written.
+    fn holds(path: &Path, file: &Packed) -> io::Result<bool> {
+        let meta = fs::metadata(path)?;
+        if !meta.is_file() || meta.len() != file.bytes.len() as u64 {
+            return Ok(false);
+        }
+        let mut reader = fs::File::open(path)?;
+        let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 16]);
+        loop {
+            match reader.read(&mut buffer) {
+                Ok(0) => return Ok(<[u8; 32]>::from(hash.finalize()) == file.sha256),
+                Ok(n) => hash.update(&buffer[..n]),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Best effort: nothing depends on it.
+    fn remove_stale(dir: &Path) {
+        let stale = |entry: &fs::DirEntry| {
+            let time = entry.metadata().and_then(|meta| meta.modified()).ok()?;
+            let old = SystemTime::now().duration_since(time).is_ok_and(|age| age > STALE);
+            (old && entry.file_name().to_string_lossy().ends_with(PART)).then_some(())
+        };
+        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+            if stale(&entry).is_some() {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn the_cache_follows_the_xdg_rules() {
+            let with = |xdg: Option<&str>, home: Option<&str>| {
+                cache(|name| if name == "HOME" { home } else { xdg }.map(OsString::from))
+            };
+            assert_eq!(with(Some("/c"), Some("/h")), Some("/c/k3".into()));
+            assert_eq!(with(None, Some("/h")), Some("/h/.cache/k3".into()));
+            assert_eq!(with(Some(""), Some("/h")), Some("/h/.cache/k3".into()));
+            assert_eq!(with(Some("c"), Some("/h")), Some("/h/.cache/k3".into()));
+            assert_eq!(with(Some("c"), Some("h")), None);
+            assert_eq!(with(None, None), None);
+        }
+
+        #[test]
+        fn the_table_is_the_folder_as_it_is() {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
+            for file in FILES {
+                assert!(holds(&folder.join(file.name), file).unwrap(), "{}", file.name);
+                assert_eq!(<[u8; 32]>::from(Sha256::digest(file.bytes)), file.sha256);
+            }
+            let shards = |names: &mut dyn Iterator<Item = String>| names.filter(|n| n.contains(".safetensors")).count();
+            let there = fs::read_dir(&folder).into_iter().flatten().flatten();
+            assert_eq!(
+                shards(&mut there.map(|e| e.file_name().to_string_lossy().into_owned())),
+                shards(&mut FILES.iter().map(|f| f.name.to_owned()))
+            );
+        }
+
+        #[test]
+        fn every_kind_of_damage_is_mended_and_leftovers_go_when_old() {
+            let hash = |bytes: &'static [u8]| Packed { name: "", sha256: Sha256::digest(bytes).into(), bytes };
+            let files = [Packed { name: "a", ..hash(b"first") }, Packed { name: "b", ..hash(b"second") }];
+            let root = tempfile::tempdir().unwrap();
+            let dir = root.path().join("x/y");
+            assert_eq!(fill(&dir, &files).unwrap(), 11);
+            assert_eq!(fill(&dir, &files).unwrap(), 0);
+            let check = || {
+                assert_eq!(fs::read(dir.join("a")).unwrap(), b"first");
+                assert_eq!(fs::read(dir.join("b")).unwrap(), b"second");
+            };
+            check();
+            let old = fs::File::create(dir.join(".a.123.part")).unwrap();
+            old.set_modified(SystemTime::now() - 2 * STALE).unwrap();
+            let fresh = dir.join(".a.456.part");
+            fs::write(&fresh, b"fi").unwrap();
+            fs::write(dir.join("other"), b"kept").unwrap();
+            let damage: [&dyn Fn(&Path); 5] = [
+                &|path| fs::write(path, b"sec").unwrap(),
+                &|path| fs::write(path, b"sEcond").unwrap(),
+                &|path| fs::write(path, b"second and more").unwrap(),
+                &|path| fs::remove_file(path).unwrap(),
+                &|path| {
+                    fs::remove_file(path).unwrap();
+                    std::os::unix::fs::symlink("nowhere", path).unwrap();
+                },
+            ];
+            for damage in damage {
+                damage(&dir.join("b"));
+                assert_eq!(fill(&dir, &files).unwrap(), 6);
+                check();
+            }
+            assert!(!dir.join(".a.123.part").exists() && fresh.exists() && dir.join("other").exists());
+            // What no rename can replace is an error, and not a panic or a loop.
+            fs::remove_file(dir.join("b")).unwrap();
+            fs::create_dir(dir.join("b")).unwrap();
+            assert!(fill(&dir, &files).is_err());
+            assert_eq!(fs::read_dir(&dir).unwrap().count(), 4, "no part file is left");
+        }
+    }
+}
