@@ -1,6 +1,8 @@
 //! Tests that cross the crates: outside outputs, identity of bits, refusals, budgets, the command.
 
+mod alloc;
 mod budgets;
+mod counting;
 mod identity;
 mod ops;
 mod oracle;
