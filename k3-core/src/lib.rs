@@ -1,6 +1,107 @@
 //! Kimi K3 inference over buffers the caller owns.
 //!
-//! (The guided tour of this crate follows with the forward pass.)
+//! Token ids go in, logits come out, and in between nothing is allocated, read, timed or spawned: no
+//! std, no allocator, no I/O, no threads, no clocks. Weights are lent by whoever has them, memory is a
+//! slice the caller made. What comes out is *the same, bit for bit*, on every machine, with every set
+//! of kernels, for every number of threads and however a sequence is cut into chunks.
+//!
+//! # A tour along the data
+//!
+//! ```text
+//! config.json --config--> ModelConfig            shards --safetensors, checkpoint--> which bytes are which tensor
+//! prompt ------tokenizer::encode--> ids --model::forward--> logits --ops::sample--> id --tokenizer::Decoder--> bytes
+//!
+//! model::forward, for each layer:
+//!     residual mix -> norm -> attention (ops::kda | ops::mla)  -> add
+//!     residual mix -> norm -> MLP       (dense | ops::moe)     -> add
+//! then residual mix -> norm -> lm_head
+//! ```
+//!
+//! 1. [`config`] reads the model's dimensions, strictly, with the [`json`] pull parser: a field that
+//!    is missing is an error that names it, never a default.
+//! 2. [`checkpoint`] knows every tensor's name, shape and place in the walk; [`safetensors`] reads the
+//!    headers of the files that hold them.
+//! 3. [`tokenizer`] turns text into ids and ids into bytes.
+//! 4. [`model`] is the forward pass. It asks [`Weights`](model::Weights) for tensors in a fixed order
+//!    and spreads work by an [`Executor`](exec::Executor); an embedder writes these two (the second
+//!    may be [`Serial`](exec::Serial)). What a sequence remembers is a [`State`](model::State), what a
+//!    pass scribbles on a [`Workspace`](model::Workspace): both are carved from plain slices by [`carve`].
+//! 5. [`ops`] are the operations of a layer, over [`view`]s that are only constructible checked.
+//! 6. [`backend`] holds the kernels: a scalar definition, and AVX2 and AVX-512 forms of the same bits.
+//!    [`math`] has the three functions no machine agrees on, in one form.
+//!
+//! # Example
+//!
+//! A whole model in a few kilobytes of constants; its `Weights` is one screen long and is a good
+//! place to start an own one from.
+//!
+//! ```
+//! use k3_core::backend::Backend;
+//! use k3_core::carve::Line;
+//! use k3_core::config::ModelConfig;
+//! use k3_core::exec::Serial;
+//! use k3_core::model::{Extent, Model, State, Workspace};
+//! use k3_core::ops::sample::argmax;
+//! use k3_core::view::TokenId;
+//!
+//! mod tiny {
+//!     // `CONFIG`, and `Tiny`, which implements `k3_core::model::Weights`.
+//!     include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tiny/mod.rs"));
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = ModelConfig::parse(tiny::CONFIG)?;
+//! let mut weights = tiny::Tiny { config: &config, block: 16 };
+//!
+//! // All memory is the caller's. Here it is two vectors; it may be static, or on the stack.
+//! let extent = Extent { chunk: 4, context: 32, width: 1 };
+//! let mut remembered = vec![Line::ZERO; State::lines(&config, extent.context).unwrap()];
+//! let mut scratch = vec![Line::ZERO; Workspace::lines(&config, extent).unwrap()];
+//! let mut state = State::new(&mut remembered, &config, extent.context)?;
+//! let mut workspace = Workspace::new(&mut scratch, &config, extent)?;
+//!
+//! // The prompt in one pass, then token by token; logits are those of the last position.
+//! let model = Model { config: &config, backend: Backend::detect(), exec: &Serial };
+//! let mut logits = vec![0.0; config.vocab_size];
+//! let mut ids = vec![TokenId(3), TokenId(47), TokenId(0)];
+//! let mut text = Vec::new();
+//! for _ in 0..5 {
+//!     model.forward(&mut weights, &mut state, &mut workspace, &ids, &mut logits, &mut ())?;
+//!     let best = argmax(&logits)?.unwrap();
+//!     text.push(best.0);
+//!     ids = vec![best];
+//! }
+//! assert_eq!(text, [28, 17, 37, 23, 10]); // the same five on every machine
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The floating-point contract
+//!
+//! Activations and states are f32; weights are f32, bf16 or MXFP4, and each is exactly an f32.
+//!
+//! * **Dot products** have sixteen f64 accumulators: element `i` goes to lane `i mod 16`, in rising
+//!   `i`; the lanes are folded by one tree and the result is rounded to f32 once. The product of two
+//!   f32 is exact in f64, so a fused multiply-add cannot differ from a multiplication and an addition:
+//!   only the order of the additions matters, and the rule fixes it.
+//! * **Sums across rows** have one f64 accumulator for each output, terms in rising index, rounded
+//!   once.
+//! * **Everything else** rounds to f32 at places that are written down where it happens.
+//! * **exp, sigmoid and tanh** are this crate's ([`math`]), never the platform's.
+//! * **A NaN is one value.** Instruction sets differ in the payloads they produce, so "the same bits"
+//!   means after [`math::canonical_bits`]. A logit that is not finite is never sampled: the pass stops
+//!   and says where the first such value appeared.
+//! * **Ties** go to the lowest index, in the choice of experts as in that of a token.
+//!
+//! The environment must round to nearest, ties to even, and must not flush subnormals to zero or read
+//! them as zero (no FTZ, no DAZ). Rust assumes the same, so this only matters to a caller that changes
+//! the floating-point control register or links code that does.
+//!
+//! # Errors and panics
+//!
+//! Whatever comes from outside - a file, a prompt, a size - is answered with a small typed error that
+//! holds the facts. A panic is a bug: of this crate, or of a caller that gave a kernel slices of other
+//! lengths than its documentation asks for.
 #![no_std]
 #![deny(unsafe_code)]
 #![warn(clippy::std_instead_of_core, clippy::alloc_instead_of_core)]

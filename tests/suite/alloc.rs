@@ -35,9 +35,13 @@ fn the_counter_counts_this_thread_only() {
     });
     assert_eq!(calls, 2, "one allocation and one that grew it");
     std::thread::scope(|scope| {
-        let busy = scope.spawn(|| (0..1000).map(|i| std::hint::black_box(vec![i; 10])).count());
+        let busy = scope.spawn(|| {
+            for i in 0..1000 {
+                drop(std::hint::black_box(vec![i; 10]));
+            }
+        });
         none("a thread that does nothing", || std::hint::black_box(1));
-        assert_eq!(busy.join().expect("the other thread"), 1000);
+        busy.join().expect("the other thread");
     });
 }
 
@@ -45,9 +49,8 @@ fn the_counter_counts_this_thread_only() {
 fn files_are_parsed_without_allocating() {
     let folder = root().join("fixtures/tiny");
     let config = std::fs::read(folder.join("config.json")).expect("config.json");
-    none("a config", || ModelConfig::parse(&config)).expect("a config that is accepted");
-    let error = none("a refused config", || ModelConfig::parse(br#"{"model_type": "kimi_k3"}"#));
-    assert!(error.is_err());
+    assert!(none("a config", || ModelConfig::parse(&config).is_ok()));
+    assert!(none("a refused config", || ModelConfig::parse(br#"{"model_type": "kimi_k3"}"#).is_err()));
 
     let shard = std::fs::read(folder.join("model-00002-of-000012.safetensors")).expect("a shard");
     let (first, rest) = shard.split_first_chunk::<8>().expect("a length");
