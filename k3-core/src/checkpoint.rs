@@ -979,11 +979,16 @@ mod tests {
     fn every_tensor_has_its_own_slot_and_name() {
         for c in [released(), tiny()] {
             let mut used = std::vec![false; slot_count(&c)];
-            for tensor in expected(&c) {
+            for (i, tensor) in expected(&c).enumerate() {
                 let slot = slot(tensor, &c);
                 assert!(!used[slot], "{tensor}");
                 used[slot] = true;
                 assert_eq!(tensor_at(slot, &c), Some(tensor));
+                // Half a million names take a minute where the processor is emulated. 29 is coprime to 6,
+                // the tensors of an expert, so each of them is met.
+                if !cfg!(target_arch = "x86_64") && i % 29 != 0 {
+                    continue;
+                }
                 let name = tensor.to_string();
                 assert!(name.len() <= NAME_MAX);
                 assert_eq!(Tensor::parse(&name, &c), Named::Known(tensor), "{name}");

@@ -200,7 +200,16 @@ mod tests {
 
     #[test]
     fn errors_stay_within_their_bounds() {
-        within(check(if cfg!(miri) { 9_999_991 } else { 997 }));
+        // Other processors are usually emulated, floating point most slowly of all; that they give the
+        // bits of this one is what the golden hashes show.
+        let step = if cfg!(miri) {
+            9_999_991
+        } else if cfg!(target_arch = "x86_64") {
+            997
+        } else {
+            99_991
+        };
+        within(check(step));
     }
 
     #[test]

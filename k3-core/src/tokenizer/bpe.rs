@@ -283,7 +283,9 @@ mod tests {
 
     #[test]
     fn equals_naive_merging_on_random_vocabularies() {
-        for seed in 1..=60 {
+        // The naive way is slow enough where the processor is its own; others are usually emulated.
+        let seeds = if cfg!(target_arch = "x86_64") { 60 } else { 6 };
+        for seed in 1..=seeds {
             let mut rng = Xorshift(0x9e37_79b9_7f4a_7c15u64.wrapping_mul(seed));
             let letters = 2 + rng.below(3);
             let longest = 2 + rng.below(7);
