@@ -3,6 +3,17 @@
 //! Every buffer of the core is carved from memory the caller owns. The unit is a cache line of 64
 //! bytes, so every part starts on one: SIMD loads of a part never straddle a line by accident, and
 //! alignment is a matter of types and not of luck.
+//!
+//! ```
+//! use k3_core::carve::{Carver, Line};
+//!
+//! let mut memory = [Line::ZERO; 3];
+//! let mut carver = Carver::new(&mut memory);
+//! let (bytes, floats) = (carver.take::<u8>(100)?, carver.take::<f32>(10)?);
+//! assert_eq!((bytes.len(), floats.len()), (100, 10)); // two lines and one
+//! assert!(carver.take::<u8>(1).is_err());
+//! # Ok::<(), k3_core::carve::BufferError>(())
+//! ```
 
 use bytemuck::{Pod, Zeroable};
 

@@ -3,6 +3,14 @@
 //! An [`Executor`] runs a function over disjoint parts. The parts are handed over as exclusive
 //! slices, so an implementation cannot make two calls overlap without `unsafe` of its own, and no
 //! kernel's result can depend on the order or the number of threads.
+//!
+//! ```
+//! use k3_core::exec::{Executor, Parts, Serial};
+//!
+//! let mut data = [1, 2, 3, 4, 5];
+//! Serial.run(Parts::new(&mut data, 2), |i, part| part.iter_mut().for_each(|x| *x += 10 * i));
+//! assert_eq!(data, [1, 2, 13, 14, 25]);
+//! ```
 
 /// Work that can be cut in two between any of its parts.
 pub trait Split: Send + Sized {

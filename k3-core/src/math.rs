@@ -14,6 +14,13 @@
 //!        e^y - 1 = 2^n * p + (2^n - 1)       no cancellation near 0, which tanh needs
 //! ```
 //!
+//! ```
+//! use k3_core::math::{canonical_bits, exp, sigmoid, tanh};
+//!
+//! assert_eq!((exp(0.0), sigmoid(0.0), tanh(-0.0).to_bits()), (1.0, 0.5, (-0.0_f32).to_bits()));
+//! assert_eq!(canonical_bits(exp(f32::NAN)), 0x7fc0_0000);
+//! ```
+//!
 //! # Error
 //!
 //! [`exp`], [`sigmoid`], [`tanh`] and [`situ`] are at most 0.5000001 ulp from the true value: the f64

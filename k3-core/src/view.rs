@@ -4,6 +4,15 @@
 //! built checked, so a kernel that holds one never meets a length that does not fit. Bytes are
 //! little-endian whatever the machine is, and need no alignment: a tensor starts wherever the
 //! checkpoint put it. Numbers come out through `from_le_bytes`, never through a pointer cast.
+//!
+//! ```
+//! use k3_core::view::{Bf16Matrix, ViewError};
+//!
+//! let bytes = [0x80, 0x3f, 0x00, 0x40, 0x00, 0xc0, 0x00, 0x00]; // 1, 2; -2, 0
+//! assert_eq!(Bf16Matrix::new(&bytes, 2, 2)?.row(1), [0x00, 0xc0, 0x00, 0x00]);
+//! assert_eq!(Bf16Matrix::new(&bytes, 3, 2).unwrap_err(), ViewError::Length { expected: 12, found: 8 });
+//! # Ok::<(), ViewError>(())
+//! ```
 
 use core::ops::Range;
 

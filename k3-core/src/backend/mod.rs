@@ -14,6 +14,15 @@
 //!   with unscaled weights, then `acc[j] += scale * p`. A scale byte of 255 counts as 0.
 //! * A sum across rows has one f64 accumulator for each output, terms in rising index, rounded once.
 //!
+//! ```
+//! use k3_core::backend::Backend;
+//!
+//! let (a, b): (Vec<f32>, Vec<f32>) = (0..100).map(|i| (i as f32 / 7.0, 3.0 - i as f32)).unzip();
+//! for backend in Backend::available() {
+//!     assert_eq!(backend.dot(&a, &b).to_bits(), Backend::SCALAR.dot(&a, &b).to_bits());
+//! }
+//! ```
+//!
 //! The environment must round to nearest and must not flush subnormals; that is what Rust assumes too.
 //!
 //! What is not here: what the numbers mean (`ops`, `model`) and how rows are spread over threads

@@ -1,4 +1,7 @@
 //! A matrix that arrives in blocks of rows, times the vectors of a chunk.
+//!
+//! A block's rows are cut into parts for the executor; a row's dot products are one kernel's work,
+//! so neither blocks nor parts can be seen in a result.
 
 use crate::backend::{Backend, Panel};
 use crate::exec::{Executor, Parts};

@@ -1,4 +1,9 @@
 //! Routed experts on the latent (spec 3.6): which positions need which expert.
+//!
+//! A chunk's picks are pairs (position, rank). Grouped by expert, each expert is asked for once and
+//! multiplied with all the positions that chose it; every result goes to the slot of its pair, and
+//! the slots of a position are summed in rank order. So the order in which experts arrive from the
+//! disk cannot be seen in a result.
 
 use crate::view::ExpertId;
 

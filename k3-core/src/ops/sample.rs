@@ -1,4 +1,15 @@
 //! From logits to an id.
+//!
+//! The last step of a pass and the only one that decides anything: the largest logit, the lowest id
+//! among equals. A logit that is not finite is an error that names it and never a choice.
+//!
+//! ```
+//! use k3_core::ops::sample::argmax;
+//! use k3_core::view::TokenId;
+//!
+//! assert_eq!(argmax(&[0.5, 2.0, 2.0]), Ok(Some(TokenId(1))));
+//! assert_eq!(argmax(&[0.5, f32::NAN]).unwrap_err().id, TokenId(1));
+//! ```
 
 use crate::view::TokenId;
 

@@ -3,6 +3,15 @@
 //! Maximum first; `w = exp(s - max)` in f32; the sum in f64 by the lane rule over the index;
 //! `p = f32(w / sum)`. A NaN among the scores makes every probability NaN, which the forward pass
 //! reports; nothing is hidden.
+//!
+//! ```
+//! use k3_core::backend::Backend;
+//! use k3_core::ops::softmax::softmax;
+//!
+//! let mut scores = [7.0, 7.0, f32::NEG_INFINITY];
+//! softmax(Backend::detect(), &mut scores);
+//! assert_eq!(scores, [0.5, 0.5, 0.0]);
+//! ```
 
 use super::norm::round;
 use crate::backend::Backend;

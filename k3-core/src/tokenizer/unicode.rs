@@ -86,6 +86,11 @@ fn searched(c: char) -> Class {
 mod tests {
     use super::*;
 
+    /// Every character; every 41st where the processor is probably emulated and all take minutes.
+    fn characters() -> impl Iterator<Item = char> {
+        ('\0'..=char::MAX).step_by(if cfg!(target_arch = "x86_64") { 1 } else { 41 })
+    }
+
     #[test]
     fn versions_are_pinned() {
         assert_eq!(unicode_properties::UNICODE_VERSION, (16, 0, 0));
@@ -94,7 +99,7 @@ mod tests {
 
     #[test]
     fn shortcuts_agree_with_the_tables() {
-        for c in '\0'..=char::MAX {
+        for c in characters() {
             assert_eq!(of(c), searched(c), "U+{:04X}", u32::from(c));
         }
     }
@@ -111,7 +116,7 @@ mod tests {
     #[test]
     fn white_space_is_the_property() {
         // `char::is_whitespace` is defined as White_Space, a set that has been closed for years.
-        for c in '\0'..=char::MAX {
+        for c in characters() {
             assert_eq!(of(c) & SPACE != 0, c.is_whitespace(), "U+{:04X}", u32::from(c));
         }
     }
