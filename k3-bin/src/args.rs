@@ -31,6 +31,10 @@ pub(crate) enum Command {
     Run(Box<Run>),
     /// Says how well the model predicts a text.
     Perplexity(Box<Perplexity>),
+
+    /// Writes a checkpoint of placeholders, for measuring and for tests.
+    #[command(hide = true)]
+    Synth(Synth),
 }
 
 /// Where the weights are read from.
@@ -172,4 +176,31 @@ pub(crate) struct Prompt {
     /// The token ids to continue, separated by commas.
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1)]
     pub(crate) ids: Option<Vec<u32>>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Synth {
+    /// The directory to write; it must not exist, or be empty.
+    #[arg(value_name = "DIR")]
+    pub(crate) dir: PathBuf,
+
+    /// A config.json [default: the shape of the release].
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+
+    /// Layers, counted from 0, that get random weights; "head" is what lies outside the layers. All else is holes.
+    #[arg(long, value_name = "L0,L7,head", value_delimiter = ',', num_args = 1, conflicts_with = "fill_all")]
+    pub(crate) fill: Vec<String>,
+
+    /// Random weights everywhere.
+    #[arg(long)]
+    pub(crate) fill_all: bool,
+
+    /// Where the weights' randomness starts.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// Prints one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
 }

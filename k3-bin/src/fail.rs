@@ -2,6 +2,7 @@
 
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
+use k3_platform::synth::SynthError;
 use std::io::Write as _;
 
 /// Usage, or a config or prompt that is refused.
@@ -84,6 +85,21 @@ impl From<Error> for Failure {
                 ForwardError::ALogTail { .. } => (DAMAGED, Some("config and shards are of different models")),
                 _ => (USAGE, None),
             },
+            _ => (IO, None),
+        };
+        Self { code, message, hint: hint.map(str::to_owned) }
+    }
+}
+
+impl From<SynthError> for Failure {
+    fn from(error: SynthError) -> Self {
+        let message = error.to_string();
+        let (code, hint) = match &error {
+            SynthError::NotEmpty { .. } => {
+                (USAGE, Some("name a directory that does not exist yet; nothing was written"))
+            }
+            SynthError::Config(_) | SynthError::Vocabulary { .. } | SynthError::Layer { .. } => (USAGE, None),
+            SynthError::Space { .. } => (IO, Some("fill fewer layers, or write to a larger disk")),
             _ => (IO, None),
         };
         Self { code, message, hint: hint.map(str::to_owned) }

@@ -8,6 +8,7 @@ mod perplexity;
 mod report;
 mod run;
 mod start;
+mod synth;
 mod text;
 
 use args::{Cli, Command};
@@ -20,6 +21,7 @@ fn main() -> ExitCode {
     let done = match cli.command {
         Command::Run(run) => run::run(&run),
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
+        Command::Synth(synth) => synth::run(&synth),
     };
     match done {
         Ok(code) => ExitCode::from(code),

@@ -37,6 +37,26 @@ pub const MAX_DIM: usize = 1 << 31;
 /// Most routed experts a layer may have, so that an id fits [`ExpertId`](crate::view::ExpertId).
 pub const MAX_EXPERTS: usize = 1 << 16;
 
+/// The released `config.json`, as far as the text model needs it (spec 1.4): the shape that plans and
+/// placeholders of full size are made of. It stands in for nothing: a checkpoint has its own.
+///
+/// ```
+/// use k3_core::config::{ModelConfig, RELEASED_JSON};
+/// let config = ModelConfig::parse(RELEASED_JSON.as_bytes()).unwrap();
+/// assert_eq!((config.num_hidden_layers, config.num_experts), (93, 896));
+/// ```
+pub const RELEASED_JSON: &str = r#"{"model_type":"kimi_k3","bos_token_id":163584,"eos_token_id":163586,"pad_token_id":163839,"tie_word_embeddings":false,
+ "text_config":{"model_type":"kimi_linear","vocab_size":163840,"hidden_size":7168,"num_hidden_layers":93,"num_attention_heads":96,"num_key_value_heads":96,
+  "intermediate_size":33792,"rms_norm_eps":1e-05,"hidden_act":"situ","activation_situ_beta":4.0,"activation_situ_linear_beta":25.0,"attn_res_block_size":12,
+  "q_lora_rank":1536,"kv_lora_rank":512,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128,"mla_use_nope":true,"mla_use_output_gate":true,
+  "first_k_dense_replace":1,"moe_layer_freq":1,"num_experts":896,"num_experts_per_token":16,"num_shared_experts":2,"moe_intermediate_size":3072,
+  "routed_expert_hidden_size":3584,"latent_moe_use_norm":true,"moe_router_activation_func":"sigmoid","moe_renormalize":true,"routed_scaling_factor":1.0,
+  "num_expert_group":1,"topk_group":1,"use_grouped_topk":true,"num_nextn_predict_layers":0,"max_position_embeddings":1048576,"tie_word_embeddings":false,
+  "linear_attn_config":{"num_heads":96,"head_dim":128,"short_conv_kernel_size":4,"gate_lower_bound":-5.0,"use_full_rank_gate":true,
+   "full_attn_layers":[4,8,12,16,20,24,28,32,36,40,44,48,52,56,60,64,68,72,76,80,84,88,92,93],
+   "kda_layers":[1,2,3,5,6,7,9,10,11,13,14,15,17,18,19,21,22,23,25,26,27,29,30,31,33,34,35,37,38,39,41,42,43,45,46,47,49,50,51,53,54,55,57,58,59,61,62,63,65,66,67,69,70,71,73,74,75,77,78,79,81,82,83,85,86,87,89,90,91]},
+  "quantization_config":{"quant_method":"compressed-tensors","format":"mxfp4-pack-quantized","config_groups":{"group_0":{"weights":{"num_bits":4,"group_size":32}}}}}}"#;
+
 /// The attention of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayerKind {
@@ -1394,18 +1414,7 @@ fn has_key(object: &[u8], name: &str) -> Result<bool, JsonError> {
 /// Configs that the tests of several modules read.
 #[cfg(test)]
 pub(crate) mod test_configs {
-    /// The released file, as far as spec 1.4 gives it.
-    pub(crate) const RELEASED: &str = r#"{"model_type":"kimi_k3","bos_token_id":163584,"eos_token_id":163586,"pad_token_id":163839,"tie_word_embeddings":false,
- "text_config":{"model_type":"kimi_linear","vocab_size":163840,"hidden_size":7168,"num_hidden_layers":93,"num_attention_heads":96,"num_key_value_heads":96,
-  "intermediate_size":33792,"rms_norm_eps":1e-05,"hidden_act":"situ","activation_situ_beta":4.0,"activation_situ_linear_beta":25.0,"attn_res_block_size":12,
-  "q_lora_rank":1536,"kv_lora_rank":512,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128,"mla_use_nope":true,"mla_use_output_gate":true,
-  "first_k_dense_replace":1,"moe_layer_freq":1,"num_experts":896,"num_experts_per_token":16,"num_shared_experts":2,"moe_intermediate_size":3072,
-  "routed_expert_hidden_size":3584,"latent_moe_use_norm":true,"moe_router_activation_func":"sigmoid","moe_renormalize":true,"routed_scaling_factor":1.0,
-  "num_expert_group":1,"topk_group":1,"use_grouped_topk":true,"num_nextn_predict_layers":0,"max_position_embeddings":1048576,"tie_word_embeddings":false,
-  "linear_attn_config":{"num_heads":96,"head_dim":128,"short_conv_kernel_size":4,"gate_lower_bound":-5.0,"use_full_rank_gate":true,
-   "full_attn_layers":[4,8,12,16,20,24,28,32,36,40,44,48,52,56,60,64,68,72,76,80,84,88,92,93],
-   "kda_layers":[1,2,3,5,6,7,9,10,11,13,14,15,17,18,19,21,22,23,25,26,27,29,30,31,33,34,35,37,38,39,41,42,43,45,46,47,49,50,51,53,54,55,57,58,59,61,62,63,65,66,67,69,70,71,73,74,75,77,78,79,81,82,83,85,86,87,89,90,91]},
-  "quantization_config":{"quant_method":"compressed-tensors","format":"mxfp4-pack-quantized","config_groups":{"group_0":{"weights":{"num_bits":4,"group_size":32}}}}}}"#;
+    pub(crate) const RELEASED: &str = super::RELEASED_JSON;
 
     /// Thirteen small layers in the nested form, with the fields the release has and nobody reads.
     pub(crate) const TINY: &str = r#"{"architectures":["KimiK3ForConditionalGeneration"],"model_type":"kimi_k3","dtype":"bfloat16",

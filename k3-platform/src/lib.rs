@@ -10,6 +10,7 @@
 //! vocabulary   text <-> ids
 //! exec         threads                         memory    what the machine has
 //! io           files, direct or buffered       aligned   memory that goes back to the system
+//! synth        checkpoints without a download, for measuring and tests
 //! ```
 //!
 //! Arrows point down this list. Nothing here does arithmetic on weights, and nothing prints.
@@ -29,6 +30,7 @@ pub mod memory;
 pub mod plan;
 pub mod policy;
 pub mod segment;
+pub mod synth;
 pub mod trunk;
 pub mod units;
 pub mod vocabulary;
