@@ -7,8 +7,8 @@ use crate::io::{FileSet, Source as Opener, open_limit, read_exact_at};
 use crate::plan::{Plan, Request, Sizes, plan};
 use crate::segment::{Place, Source};
 use k3_core::checkpoint::{GlobalTensor, Tensor, head_tensors, layer_tensors};
-use k3_core::config::{MlpKind, ModelConfig};
-use k3_core::view::{ExpertId, TokenId};
+use k3_core::config::ModelConfig;
+use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ impl std::fmt::Debug for Checkpoint {
 /// [`Error::Open`] and [`Error::Read`].
 pub fn read_small(opener: &dyn Opener, path: &Path) -> Result<Vec<u8>, Error> {
     let failed = |source| Error::Open { path: path.to_owned(), source };
-    let file = opener.open(path).map_err(failed)?;
+    let file = opener.open_cached(path).map_err(failed)?;
     let len = file.len().map_err(failed)?;
     let len = if len <= SMALL_FILE { usize::try_from(len).ok() } else { None };
     let Some(len) = len else {
@@ -61,13 +61,7 @@ impl Checkpoint {
         let config = ModelConfig::parse(&bytes).map_err(|e| Error::Config { path, source: Box::new(e) })?;
         let index = Index::open(dir, &*opener, &config)?;
         let walk = walk(&config, &index);
-        let expert_bytes = config
-            .layers()
-            .filter(|&l| config.mlp_kind(l) == MlpKind::Moe)
-            .flat_map(|l| (0..config.num_experts).filter_map(move |e| Some((l, ExpertId(u16::try_from(e).ok()?)))))
-            .map(|name| experts::segment(&config, name, |t| index.place(t, &config)).bytes)
-            .max()
-            .unwrap_or(0);
+        let expert_bytes = experts::slot_bytes(&config, |t| index.place(t, &config));
         Ok(Self { dir: dir.to_owned(), config, index, opener, walk, expert_bytes })
     }
 

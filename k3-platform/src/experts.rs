@@ -8,9 +8,9 @@ use crate::aligned::AlignedBuf;
 use crate::error::Error;
 use crate::fetch::{Fetch, Fetched, Priority};
 use crate::policy::{Directory, Policy, Verdict};
-use crate::segment::{Piece, Place, Segment};
+use crate::segment::{BLOCK, Piece, Place, Segment, block};
 use k3_core::checkpoint::{ExpertTensor, Tensor};
-use k3_core::config::ModelConfig;
+use k3_core::config::{MlpKind, ModelConfig};
 use k3_core::view::{Expert, ExpertId, LayerIndex, Mxfp4Matrix};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -92,6 +92,32 @@ pub fn segment(config: &ModelConfig, name: Name, place: impl Fn(Tensor) -> Place
         Piece { tensor, first_row: 0, rows: 1, place: place(tensor), len, at: 0 }
     });
     Segment::gather(pieces.collect())
+}
+
+/// Bytes of buffer that any expert of the model fits: the longest [`segment`].
+#[must_use]
+pub fn slot_bytes(config: &ModelConfig, place: impl Fn(Tensor) -> Place) -> usize {
+    let moe = config.layers().filter(|&l| config.mlp_kind(l) == MlpKind::Moe);
+    let names =
+        moe.flat_map(|l| (0..config.num_experts).filter_map(move |e| Some((l, ExpertId(u16::try_from(e).ok()?)))));
+    let sizes = PARTS.map(|part| Tensor::Expert(LayerIndex(0), ExpertId(0), part).spec(config).bytes());
+    let whole = usize::try_from(sizes.iter().sum::<u64>()).unwrap_or(usize::MAX);
+    let bytes = |name: Name| {
+        // In the release the parts lie end to end, and 82,432 experts are looked at whenever a
+        // checkpoint is opened: no lists are made for those.
+        let first = place(Tensor::Expert(name.0, name.1, PARTS[0]));
+        let mut next = first;
+        let in_a_row = PARTS.into_iter().zip(sizes).all(|(part, size)| {
+            let here = place(Tensor::Expert(name.0, name.1, part)) == next;
+            next.offset += size;
+            here
+        });
+        match usize::try_from(first.offset % BLOCK) {
+            Ok(skip) if in_a_row => (skip + whole).next_multiple_of(block()),
+            _ => segment(config, name, &place).bytes,
+        }
+    };
+    names.map(bytes).max().unwrap_or(0)
 }
 
 impl Arena {

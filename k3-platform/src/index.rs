@@ -2,18 +2,20 @@
 //!
 //! The released model has 497,220 tensors in 96 shards. Names are not kept: a tensor of the config
 //! has a number ([`k3_core::checkpoint::slot`]), and the index is two flat arrays over these
-//! numbers. The 60 MB of `model.safetensors.index.json` are read in windows, the headers one shard
-//! at a time; nothing is allocated by a length a file claims.
+//! numbers. The 60 MB of `model.safetensors.index.json` are read in windows, the headers of a few
+//! shards at a time; nothing is allocated by a length a file claims.
 
 use crate::error::Error;
 use crate::io::{ReadAt, Source, read_exact_at};
 use crate::segment::Place;
-use k3_core::checkpoint::{self, Named, Tensor};
+use k3_core::checkpoint::{self, LayerTensor, Named, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::json::{Event, JsonError, Parser, State, Str};
 use k3_core::safetensors;
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// Bytes of `model.safetensors.index.json` that are looked at together.
 const WINDOW: usize = 1 << 20;
@@ -23,6 +25,9 @@ const NAME: usize = 512;
 
 /// Names of tensors that are not read, and shards: more than any release has, few enough to keep.
 const MANY: usize = 65_000;
+
+/// Headers that are read at the same time. Each holds its text meanwhile, 0.8 MB in the release.
+const AT_ONCE: usize = 4;
 
 /// No shard.
 const NOWHERE: u16 = u16::MAX;
@@ -101,7 +106,7 @@ impl Index {
     /// [`Error`] naming the first contradiction.
     pub fn open(dir: &Path, source: &dyn Source, config: &ModelConfig) -> Result<Self, Error> {
         let path = dir.join("model.safetensors.index.json");
-        let file = source.open(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
+        let file = source.open_cached(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
         let count = checkpoint::slot_count(config);
         let mut index = Self {
             shards: Vec::new(),
@@ -110,21 +115,23 @@ impl Index {
             odd: HashMap::new(),
             ignored: 0,
         };
-        let ignored = index.read_map(&path, &*file, config)?;
+        let (known, ignored) = index.read_map(&path, &*file, config)?;
         index.ignored = ignored.len();
-
-        let mut missing =
-            checkpoint::expected(config).filter(|&t| index.shard_of[checkpoint::slot(t, config)] == NOWHERE);
-        if let Some(first) = missing.next() {
-            return Err(Error::MissingTensors { path, first, count: 1 + missing.count() });
+        // None is unknown and none was named twice, so their number says whether one is missing.
+        let expected = checkpoint::census(config).total().tensors;
+        if known != expected {
+            let missing = |&t: &Tensor| index.shard_of[checkpoint::slot(t, config)] == NOWHERE;
+            let mut missing = checkpoint::expected(config).filter(missing);
+            if let Some(first) = missing.next() {
+                return Err(Error::MissingTensors { path, first, count: 1 + missing.count() });
+            }
         }
-        drop(missing);
 
         let mut files = Vec::new();
         let mut absent = Vec::new();
         for shard in &index.shards {
             let path = dir.join(&shard.name);
-            match source.open(&path) {
+            match source.open_cached(&path) {
                 Ok(file) => drop(file),
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => absent.push(path.clone()),
                 Err(source) => return Err(Error::Open { path, source }),
@@ -134,25 +141,23 @@ impl Index {
         if let Some(path) = absent.first() {
             return Err(Error::MissingShard { path: path.clone(), count: absent.len() });
         }
-        let mut found = 0;
-        for (number, path) in files.into_iter().enumerate() {
-            found += index.read_header(number, path, source, config, &ignored)?;
-        }
-        let expected = checkpoint::expected(config).count() + ignored.len();
-        if found != expected {
+        let found = index.read_headers(&files, source, config, &ignored)?;
+        if found != expected + ignored.len() as u64 {
             // Each tensor of a shard was looked up in the index, so only the reverse can be wrong.
             return Err(index.unfound(dir, config, &ignored));
         }
         Ok(index)
     }
 
-    /// The `weight_map`. Returns the ignored names with their shards.
+    /// The `weight_map`. Returns how many tensors of the model it has, and the ignored names with
+    /// their shards.
     fn read_map(
         &mut self,
         path: &Path,
         file: &dyn ReadAt,
         config: &ModelConfig,
-    ) -> Result<HashMap<String, u16>, Error> {
+    ) -> Result<(u64, HashMap<String, u16>), Error> {
+        let mut known = 0;
         let mut numbers: HashMap<String, u16> = HashMap::new();
         let mut ignored: HashMap<String, u16> = HashMap::new();
         let (mut inside, mut seen) = (false, false);
@@ -202,6 +207,7 @@ impl Index {
                                 return Err(Error::Duplicate { path: path.to_owned(), name: tensor.to_string() });
                             }
                             self.shard_of[slot] = number;
+                            known += 1;
                         }
                         Some(Err(name)) => {
                             if ignored.len() == MANY {
@@ -225,95 +231,51 @@ impl Index {
         if !seen {
             return Err(structure("a \"weight_map\"", 0));
         }
-        Ok(ignored)
+        Ok((known, ignored))
     }
 
-    /// One shard's header. Returns how many tensors it has.
-    fn read_header(
+    /// The headers of all shards. Returns how many tensors they have.
+    fn read_headers(
         &mut self,
-        number: usize,
-        path: PathBuf,
+        files: &[PathBuf],
         source: &dyn Source,
         config: &ModelConfig,
         ignored: &HashMap<String, u16>,
-    ) -> Result<usize, Error> {
-        let file = source.open(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
-        let file_len = file.len().map_err(|source| Error::Open { path: path.clone(), source })?;
-        let header_fault = |source| Error::Header { path: path.clone(), source };
-        let mut prefix = [0; 8];
-        if file_len >= 8 {
-            read_exact_at(&*file, &mut prefix, 0)?;
-        }
-        let len = safetensors::header_len(prefix, file_len).map_err(header_fault)?;
-        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
-        read_exact_at(&*file, &mut bytes, 8)?;
-        let header = safetensors::Header::parse(&bytes, file_len).map_err(header_fault)?;
-        let data_start = header.data_start();
-        let mut spans: Vec<(u64, u64, u64)> = Vec::new();
-        let mut twice: HashSet<String> = HashSet::new();
-        let mut buffer = [0; NAME];
-        let mine = u16::try_from(number).unwrap_or(NOWHERE);
-        for entry in header.entries() {
-            let entry = entry.map_err(header_fault)?;
-            let name = decode(&path, &entry.name, &mut buffer)?;
-            spans.push((entry.begin, entry.end, entry.name.offset()));
-            match Tensor::parse(name, config) {
-                Named::Known(tensor) => {
-                    let slot = checkpoint::slot(tensor, config);
-                    if self.shard_of[slot] != mine {
-                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
-                    }
-                    // An offset of zero is inside the header, so it can stand for "not yet seen".
-                    if self.offset_of[slot] != 0 {
-                        return Err(Error::Duplicate { path, name: name.to_owned() });
-                    }
-                    let Some(dtype) = entry.dtype else {
-                        let mut text = [0; 64];
-                        let name = entry.dtype_name.decode_into(&mut text).unwrap_or("of a long name");
-                        let fault = format!("its dtype {name} is not one this engine reads");
-                        return Err(Error::Shape { path, tensor, fault });
-                    };
-                    tensor.accepts(config, dtype, entry.shape()).map_err(|fault| Error::Shape {
-                        path: path.clone(),
-                        tensor,
-                        fault: fault.to_string(),
-                    })?;
-                    self.offset_of[slot] = entry.begin;
-                    let stored = entry.end - entry.begin;
-                    if stored != tensor.spec(config).bytes() {
-                        self.odd.insert(slot, stored);
-                    }
+    ) -> Result<u64, Error> {
+        let offsets: Vec<AtomicU64> = std::mem::take(&mut self.offset_of).into_iter().map(AtomicU64::new).collect();
+        let headers = Headers { source, config, ignored, shard_of: &self.shard_of, offset_of: &offsets };
+        let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let results = Mutex::new(Vec::new());
+        let work = || {
+            while !failed.load(Ordering::Relaxed) {
+                let number = next.fetch_add(1, Ordering::Relaxed);
+                let Some(path) = files.get(number) else { break };
+                let result = headers.read(number, path.clone());
+                failed.fetch_or(result.is_err(), Ordering::Relaxed);
+                if let Ok(mut results) = results.lock() {
+                    results.push((number, result));
                 }
-                Named::Ignored => {
-                    if ignored.get(name) != Some(&mine) {
-                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
-                    }
-                    if !twice.insert(name.to_owned()) {
-                        return Err(Error::Duplicate { path, name: name.to_owned() });
-                    }
-                }
-                Named::Unknown => return Err(Error::UnknownTensor { path, name: name.to_owned() }),
             }
-        }
-        let count = spans.len();
-        spans.sort_unstable();
-        let name_at = |at: u64| {
-            let mut text = [0; NAME];
-            header.name_at(at).and_then(|n| n.decode_into(&mut text).ok().map(str::to_owned)).unwrap_or_default()
         };
-        for pair in spans.windows(2) {
-            if let [(_, end, first), (begin, _, second)] = *pair
-                && begin < end
-            {
-                return Err(Error::Overlap { first: name_at(first), second: name_at(second), path: path.clone() });
+        std::thread::scope(|scope| {
+            for _ in 1..AT_ONCE.min(files.len()) {
+                // Fewer threads than wished for, or none, come to the same answer.
+                let _started = std::thread::Builder::new().spawn_scoped(scope, work);
             }
+            work();
+        });
+        self.offset_of = offsets.into_iter().map(AtomicU64::into_inner).collect();
+        let mut results = results.into_inner().unwrap_or_default();
+        // Shards are taken in order, so the first that fails is the same whoever was faster.
+        results.sort_unstable_by_key(|r| r.0);
+        let mut found = 0;
+        for (number, result) in results {
+            let contents = result?;
+            found += contents.tensors;
+            self.shards[number].len = contents.file_len;
+            self.odd.extend(contents.odd);
         }
-        let end = spans.iter().map(|s| s.1).max().unwrap_or(data_start);
-        if end != file_len {
-            return Err(Error::Length { path, expected: end, found: file_len });
-        }
-        self.shards[number].len = file_len;
-        Ok(count)
+        Ok(found)
     }
 
     /// The first tensor that the index names and its shard does not have.
@@ -359,5 +321,107 @@ impl Index {
     pub fn bytes(&self) -> u64 {
         let names: usize = self.shards.iter().map(|s| size_of::<Shard>() + s.name.len()).sum();
         (self.shard_of.len() * 2 + self.offset_of.len() * 8 + names) as u64
+    }
+}
+
+/// What the headers are held against, and where their offsets go.
+struct Headers<'a> {
+    source: &'a dyn Source,
+    config: &'a ModelConfig,
+    ignored: &'a HashMap<String, u16>,
+    shard_of: &'a [u16],
+    /// Written by several threads, each slot by the one that reads its shard.
+    offset_of: &'a [AtomicU64],
+}
+
+/// What one header says, besides the offsets.
+#[derive(Debug)]
+struct Contents {
+    file_len: u64,
+    tensors: u64,
+    odd: Vec<(usize, u64)>,
+}
+
+impl Headers<'_> {
+    /// One shard's header.
+    fn read(&self, number: usize, path: PathBuf) -> Result<Contents, Error> {
+        let file = self.source.open_cached(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
+        let file_len = file.len().map_err(|source| Error::Open { path: path.clone(), source })?;
+        let header_fault = |source| Error::Header { path: path.clone(), source };
+        let mut prefix = [0; 8];
+        if file_len >= 8 {
+            read_exact_at(&*file, &mut prefix, 0)?;
+        }
+        let len = safetensors::header_len(prefix, file_len).map_err(header_fault)?;
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+        read_exact_at(&*file, &mut bytes, 8)?;
+        let header = safetensors::Header::parse(&bytes, file_len).map_err(header_fault)?;
+        let data_start = header.data_start();
+        let mut spans: Vec<(u64, u64, u64)> = Vec::new();
+        let mut odd = Vec::new();
+        let mut twice: HashSet<String> = HashSet::new();
+        let mut buffer = [0; NAME];
+        let mine = u16::try_from(number).unwrap_or(NOWHERE);
+        for entry in header.entries() {
+            let entry = entry.map_err(header_fault)?;
+            let name = decode(&path, &entry.name, &mut buffer)?;
+            spans.push((entry.begin, entry.end, entry.name.offset()));
+            match Tensor::parse(name, self.config) {
+                Named::Known(tensor) => {
+                    let slot = checkpoint::slot(tensor, self.config);
+                    if self.shard_of[slot] != mine {
+                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
+                    }
+                    // An offset of zero is inside the header, so it can stand for "not yet seen".
+                    if self.offset_of[slot].swap(entry.begin, Ordering::Relaxed) != 0 {
+                        return Err(Error::Duplicate { path, name: name.to_owned() });
+                    }
+                    let Some(dtype) = entry.dtype else {
+                        let mut text = [0; 64];
+                        let name = entry.dtype_name.decode_into(&mut text).unwrap_or("of a long name");
+                        let fault = format!("its dtype {name} is not one this engine reads");
+                        return Err(Error::Shape { path, tensor, fault });
+                    };
+                    tensor.accepts(self.config, dtype, entry.shape()).map_err(|fault| Error::Shape {
+                        path: path.clone(),
+                        tensor,
+                        fault: fault.to_string(),
+                    })?;
+                    // No other may have a length of its own.
+                    if matches!(tensor, Tensor::Layer(_, LayerTensor::ALog))
+                        && entry.len() != tensor.spec(self.config).bytes()
+                    {
+                        odd.push((slot, entry.len()));
+                    }
+                }
+                Named::Ignored => {
+                    if self.ignored.get(name) != Some(&mine) {
+                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
+                    }
+                    if !twice.insert(name.to_owned()) {
+                        return Err(Error::Duplicate { path, name: name.to_owned() });
+                    }
+                }
+                Named::Unknown => return Err(Error::UnknownTensor { path, name: name.to_owned() }),
+            }
+        }
+        let tensors = spans.len() as u64;
+        spans.sort_unstable();
+        let name_at = |at: u64| {
+            let mut text = [0; NAME];
+            header.name_at(at).and_then(|n| n.decode_into(&mut text).ok().map(str::to_owned)).unwrap_or_default()
+        };
+        for pair in spans.windows(2) {
+            if let [(_, end, first), (begin, _, second)] = *pair
+                && begin < end
+            {
+                return Err(Error::Overlap { first: name_at(first), second: name_at(second), path: path.clone() });
+            }
+        }
+        let end = spans.iter().map(|s| s.1).max().unwrap_or(data_start);
+        if end != file_len {
+            return Err(Error::Length { path, expected: end, found: file_len });
+        }
+        Ok(Contents { file_len, tensors, odd })
     }
 }

@@ -59,6 +59,10 @@ impl Source for Disk {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
         Ok(Arc::new(self.file(path)?))
     }
+
+    fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
+        Ok(Arc::new(File::open(path, Mode::Buffered, Arc::clone(&self.fell_back))?))
+    }
 }
 
 /// An open file of the system. Made by [`Disk::file`].

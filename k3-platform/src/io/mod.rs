@@ -79,6 +79,15 @@ pub trait Source: Send + Sync {
     /// # Errors
     /// Those of the system; [`io::ErrorKind::InvalidInput`] for what is not a regular file.
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>>;
+
+    /// Opens a file of which little is read, and that again in the next run: indexes and headers. A
+    /// source with a cache may read it through that; by default it is as [`Source::open`].
+    ///
+    /// # Errors
+    /// As [`Source::open`].
+    fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
+        self.open(path)
+    }
 }
 
 /// A range of a file that could not be read whole.
