@@ -9,3 +9,4 @@ mod oracle;
 mod refusals;
 mod run;
 mod stops;
+mod synth;
