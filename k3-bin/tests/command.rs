@@ -355,6 +355,13 @@ mod demo {
         let quiet = demo().arg("--quiet").env("XDG_CACHE_HOME", cache.path()).output().expect("k3");
         check(&quiet);
         assert!(quiet.stderr.is_empty());
+        // Other commands have it too.
+        let file = cache.path().join("text");
+        std::fs::write(&file, TEXT).expect("write");
+        let mut command = k3();
+        command.args(["perplexity", "--json", "--memory", "64M", "--file"]).arg(&file);
+        let found = object(command.env("XDG_CACHE_HOME", cache.path()));
+        assert!(found["perplexity"].as_f64().is_some_and(|p| p > 1.0), "{found}");
         // A variable that lost its value is not taken for "no model".
         let output = demo().env("XDG_CACHE_HOME", cache.path()).env("K3_MODEL", "").output().expect("k3");
         assert_eq!(code(&output), 2, "{}", text(&output.stderr));
