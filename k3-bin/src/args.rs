@@ -97,9 +97,6 @@ Without MODEL_DIR and K3_MODEL the demo model runs. It is unpacked once, to k3/ 
 #[command(after_help = RUN_EXAMPLES)]
 pub(crate) struct Run {
     #[command(flatten)]
-    pub(crate) common: Common,
-
-    #[command(flatten)]
     pub(crate) prompt: Prompt,
 
     /// Tokens to generate at most.
@@ -125,6 +122,9 @@ pub(crate) struct Run {
     /// Writes the logits of every prompt position to a .npy file, f32 [positions, vocabulary].
     #[arg(long, value_name = "FILE.npy")]
     pub(crate) dump_logits: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
 const PERPLEXITY_HELP: &str = "\
@@ -146,9 +146,6 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = PERPLEXITY_HELP)]
 pub(crate) struct Perplexity {
-    #[command(flatten)]
-    pub(crate) common: Common,
-
     /// The text, taken byte for byte; "-" is standard input.
     #[arg(long, value_name = "TEXT")]
     pub(crate) file: PathBuf,
@@ -157,9 +154,12 @@ pub(crate) struct Perplexity {
     #[arg(long, value_name = "N")]
     pub(crate) window: Option<NonZeroUsize>,
 
-    /// Writes -ln p of each counted token to a .npy file, f64 [counted].
+    /// Writes -ln p of each counted token to a .npy file of one dimension, f64.
     #[arg(long, value_name = "FILE.npy")]
     pub(crate) nll_out: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@
 //! kda       Kimi delta attention (3.3)        mla      absorbed latent attention (3.4)
 //! router    which experts, and how much (3.6) moe      picks grouped by expert
 //! softmax   by the contract                   sample   logits -> id
-//! linear    a streamed matrix times a chunk       loss     logits -> surprise
+//! linear    a streamed matrix times a chunk   loss     logits -> surprise
 //! ```
 //!
 //! An operation never allocates, never knows which layer it serves, and gives the same bits for a
