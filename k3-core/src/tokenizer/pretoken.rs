@@ -491,10 +491,11 @@ mod tests {
     #[test]
     fn long_runs_are_linear() {
         // Each of these is quadratic for an engine that rescans: such a test would not end. There is
-        // no clock in it.
+        // no clock in it. Where the processor is probably emulated, shorter ones would not end either.
+        let length = if cfg!(target_arch = "x86_64") { 200_000 } else { 20_000 };
         for unit in ["A", " ", "\u{301}", "\u{2b0}A", "\n", "!", "\u{301}A", "\n ", "'s", "\u{2e80}"] {
             for tail in ["1", "", "x", "\u{301}"] {
-                let text = unit.repeat(200_000 / unit.len()) + tail;
+                let text = unit.repeat(length / unit.len()) + tail;
                 assert_eq!(Split::new(&text).map(str::len).sum::<usize>(), text.len());
             }
         }
