@@ -32,6 +32,9 @@ pub(crate) enum Command {
     /// Says how well the model predicts a text.
     Perplexity(Box<Perplexity>),
 
+    /// Shows what a memory budget would be spent on, and what a token would cost; runs nothing.
+    Plan(Box<Plan>),
+
     /// Writes a checkpoint of placeholders, for measuring and for tests.
     #[command(hide = true)]
     Synth(Synth),
@@ -122,6 +125,23 @@ pub(crate) struct Run {
     /// Writes the logits of every prompt position to a .npy file, f32 [positions, vocabulary].
     #[arg(long, value_name = "FILE.npy")]
     pub(crate) dump_logits: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+/// Positions a plan makes room for when none are asked for.
+pub(crate) const PLAN_CONTEXT: usize = 4096;
+
+#[derive(Debug, Args)]
+pub(crate) struct Plan {
+    /// Positions the sequence may have.
+    #[arg(long, value_name = "N", default_value_t = PLAN_CONTEXT)]
+    pub(crate) context: usize,
+
+    /// Speed of the disk in GB (10^9 bytes) a second [default: measured on the checkpoint for a second].
+    #[arg(long, value_name = "GB/S")]
+    pub(crate) disk: Option<f64>,
 
     #[command(flatten)]
     pub(crate) common: Common,

@@ -5,6 +5,7 @@ mod demo;
 mod fail;
 mod npy;
 mod perplexity;
+mod plan;
 mod report;
 mod run;
 mod start;
@@ -21,6 +22,7 @@ fn main() -> ExitCode {
     let done = match cli.command {
         Command::Run(run) => run::run(&run),
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
+        Command::Plan(plan) => plan::plan(&plan),
         Command::Synth(synth) => synth::run(&synth),
     };
     match done {

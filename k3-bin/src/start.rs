@@ -9,14 +9,14 @@ use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::io::{Disk, Mode};
 use k3_platform::memory::{available, default_threads, rss};
-use k3_platform::plan::Request;
+use k3_platform::plan::{Plan, Request};
 use k3_platform::units;
 use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// What is left free of the memory a machine has to give when --memory is auto: an eighth, at least
-/// this (bytes).
+/// this (bytes), but not more than half.
 const RESERVE: u64 = 512_000_000;
 
 /// Threads that read, and so reads in flight.
@@ -82,11 +82,11 @@ impl<'a> Options<'a> {
 }
 
 impl Opened<'_> {
-    /// Plans, says so, and builds the engine. From here on signals stop a pass and not the process.
-    pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
-        let Self { options: Options { common, backend, budget }, disk, demo, checkpoint } = self;
+    /// The plan a run would be made by.
+    pub(crate) fn plan(&self, wanted: Wanted) -> Result<Plan, Failure> {
+        let Self { options: Options { common, budget, .. }, demo, checkpoint, .. } = self;
         let request = Request {
-            budget,
+            budget: *budget,
             context: wanted.context,
             prompt: wanted.prompt,
             chunk: common.chunk.map(|n| n.clamp(1, wanted.prompt.max(1))),
@@ -95,7 +95,18 @@ impl Opened<'_> {
             all_logits: wanted.all_logits,
             touched: demo.as_ref().map_or(0, Demo::touched),
         };
-        let plan = checkpoint.plan(&request, wanted.tokenizer)?;
+        Ok(checkpoint.plan(&request, wanted.tokenizer)?)
+    }
+
+    /// The kernels a run would compute with.
+    pub(crate) fn backend(&self) -> Backend {
+        self.options.backend
+    }
+
+    /// Plans, says so, and builds the engine. From here on signals stop a pass and not the process.
+    pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
+        let plan = self.plan(wanted)?;
+        let Self { options: Options { common, backend, .. }, disk, demo, checkpoint } = self;
         if !common.quiet {
             report::plan(&plan, backend.name());
         }
@@ -162,5 +173,6 @@ fn budget(text: &str) -> Result<u64, Failure> {
     };
     // What this process holds already is part of the budget it is about to be given.
     let held = rss().unwrap_or(0);
-    Ok(available.bytes.saturating_sub(RESERVE.max(available.bytes / 8)).saturating_add(held))
+    let reserve = RESERVE.max(available.bytes / 8).min(available.bytes / 2);
+    Ok((available.bytes - reserve).saturating_add(held))
 }

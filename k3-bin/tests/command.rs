@@ -474,3 +474,43 @@ mod demo {
         assert!(peak <= floor, "peak {peak} of {floor}");
     }
 }
+
+#[test]
+fn a_plan_is_that_of_the_run() {
+    let dir = tiny();
+    let plan = |memory: &str| {
+        let mut command = k3();
+        command
+            .args(["plan", "--json", "--disk", "2", "--context", "5", "--threads", "2", "--memory", memory])
+            .arg(&dir);
+        command.output().expect("k3")
+    };
+    assert_eq!(code(&plan("1M")), 4);
+    for memory in ["17M", "18M", "40M"] {
+        let output = plan(memory);
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let sum: u64 = object["ledger"].as_array().expect("ledger").iter().filter_map(|e| e["bytes"].as_u64()).sum();
+        assert_eq!(object["memory"]["planned_bytes"], sum);
+        let trunk = object["read_per_token"]["trunk_bytes"].as_u64().expect("bytes");
+        assert_eq!(trunk == 0, object["memory"]["head_pinned"] == true, "{memory}: {object}");
+        let seconds = object["seconds_per_token"]["at_least"].as_f64().expect("seconds");
+        #[expect(clippy::cast_precision_loss, reason = "a few megabytes")]
+        let expected = trunk as f64 / 2e9;
+        assert!((seconds - expected).abs() < 1e-9);
+        // Five positions, read in one chunk: the run it describes plans the same.
+        let run = k3()
+            .args(["run", "--json", "--ids", "1,2,3,4,5", "--max-tokens", "1", "--threads", "2", "--memory", memory])
+            .arg(&dir)
+            .output()
+            .expect("k3");
+        let run: serde_json::Value = serde_json::from_slice(&run.stdout).expect("JSON");
+        for field in ["planned_bytes", "pinned_layers", "head_pinned", "arena_experts", "chunk"] {
+            assert_eq!(object["memory"][field], run["memory"][field], "{memory}: {field}");
+        }
+    }
+    for speed in ["0", "-1", "nan"] {
+        let output = k3().args(["plan", &format!("--disk={speed}")]).arg(&dir).output().expect("k3");
+        assert_eq!(code(&output), 2, "{}", text(&output.stderr));
+    }
+}

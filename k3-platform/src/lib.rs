@@ -6,6 +6,7 @@
 //! trunk        pinned prefix and ring          experts   arena of experts
 //! policy       which experts stay
 //! segment      tensors -> reads                fetch     reads in the background
+//! speed        of the disk
 //! checkpoint   a directory, opened             index     where each tensor lies
 //! vocabulary   text <-> ids
 //! exec         threads                         memory    what the machine has
@@ -30,6 +31,7 @@ pub mod memory;
 pub mod plan;
 pub mod policy;
 pub mod segment;
+pub mod speed;
 pub mod synth;
 pub mod trunk;
 pub mod units;

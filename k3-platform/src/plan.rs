@@ -8,7 +8,7 @@
 
 use crate::experts::Name;
 use crate::policy::Directory;
-use crate::segment::{Source, cut, least_slot};
+use crate::segment::{Segment, Source, cut, least_slot};
 use crate::units::human;
 use k3_core::carve::Line as CacheLine;
 use k3_core::config::ModelConfig;
@@ -124,6 +124,10 @@ pub struct Plan {
     pub head_pinned: bool,
     /// Experts the arena holds.
     pub arena: usize,
+    /// Bytes of the trunk and the head that one generated token reads from disk.
+    pub trunk_read: u64,
+    /// Bytes of experts that one generated token reads if none of its choice is in memory.
+    pub experts_read: u64,
     /// Everything, line by line.
     pub ledger: Ledger,
 }
@@ -238,7 +242,8 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     left -= (arena as u64).saturating_sub(1) * expert;
 
     // Pinned layers, and the head when all of them are.
-    let costs: Vec<u64> = sizes.walk.iter().map(|w| cut(w, slot).iter().map(|s| s.bytes as u64).sum()).collect();
+    let segments: Vec<Vec<Segment>> = sizes.walk.iter().map(|w| cut(w, slot)).collect();
+    let costs: Vec<u64> = segments.iter().map(|w| w.iter().map(|s| s.bytes as u64).sum()).collect();
     let (mut pinned, mut pinned_bytes) = (0, 0u64);
     for &cost in &costs {
         if cost > left {
@@ -260,5 +265,21 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let extent = Extent { chunk: chunk.max(1), context: request.context, width: request.threads };
     let logit_rows = if request.all_logits { extent.chunk } else { 1 };
     let (budget, readers) = (request.budget, request.readers);
-    Ok(Plan { budget, extent, readers, logit_rows, slot, ring, pinned: layers, head_pinned, arena, ledger })
+    let trunk_read = segments[pinned..].iter().flatten().map(Segment::read_bytes).sum();
+    let missing = if arena == experts { 0 } else { c.num_moe_layers() * c.num_experts_per_token };
+    let experts_read = missing as u64 * expert;
+    Ok(Plan {
+        budget,
+        extent,
+        readers,
+        logit_rows,
+        slot,
+        ring,
+        pinned: layers,
+        head_pinned,
+        arena,
+        trunk_read,
+        experts_read,
+        ledger,
+    })
 }
