@@ -138,7 +138,7 @@ fn text() -> Option<()> {
     let vocab = Vocab::load(file, arena.get_mut(..needed)?).ok()?;
     let specials = Specials::new(vocab.len(), &mut []);
 
-    let prompt = "two words, 数字 123 and <|sep|> what follows".as_bytes();
+    let prompt = "two words, \u{6570}\u{5b57} 123 and <|sep|> what follows".as_bytes();
     let mut scratch = [Line::ZERO; 16];
     let (mut ids, mut count) = ([TokenId(0); 64], 0);
     tokenizer::encode_with_specials(&vocab, &specials, prompt, &mut scratch, |id| {
