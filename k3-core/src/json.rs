@@ -673,8 +673,7 @@ impl<'a> Parser<'a> {
         let mut escaped = false;
         loop {
             let rest = self.window.get(at..).unwrap_or_default();
-            let plain = rest.iter().position(|&b| b == b'"' || b == b'\\' || b < 0x20).unwrap_or(rest.len());
-            at = at.saturating_add(plain);
+            at = at.saturating_add(plain(rest));
             match self.peek(at) {
                 Some(b'"') => break,
                 Some(b'\\') => {
@@ -757,6 +756,26 @@ impl<'a> Parser<'a> {
     }
 }
 
+/// How many of the first bytes stand for themselves in a string: none that is a quote, a backslash or
+/// below 0x20. Eight at a time, for names are long and an index has a million of them.
+fn plain(bytes: &[u8]) -> usize {
+    const LOW: u64 = 0x0101_0101_0101_0101;
+    const HIGH: u64 = LOW << 7;
+    // The high bit of each byte that is below `n`, and perhaps of some above it: a borrow only runs
+    // upwards from a byte that really is below. Bytes from 0x80 on are never marked by themselves.
+    let below = |word: u64, n: u8| word.wrapping_sub(LOW.wrapping_mul(u64::from(n))) & !word & HIGH;
+    let is = |word: u64, byte: u8| below(word ^ LOW.wrapping_mul(u64::from(byte)), 1);
+    let (words, _) = bytes.as_chunks::<8>();
+    let clean = |word: &&[u8; 8]| {
+        let word = u64::from_le_bytes(**word);
+        below(word, 0x20) | is(word, b'"') | is(word, b'\\') == 0
+    };
+    let start = words.iter().take_while(clean).count().saturating_mul(8);
+    let rest = bytes.get(start..).unwrap_or_default();
+    let special = |&b: &u8| b == b'"' || b == b'\\' || b < 0x20;
+    start.saturating_add(rest.iter().position(special).unwrap_or(rest.len()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -765,6 +784,24 @@ mod tests {
     use std::vec::Vec;
 
     const SAMPLE: &str = "\u{20}{\"a\" : [1, -0, 0.5e+10, 12E-3,true,false,null, [], {}],\n\t\"k\\u0065y\\n\":\"\\ud83d\\ude00 \u{20ac}\\\\\\\"\\/\",\"\":{\"x\":[[\"\"]]} , \"n\":-9223372036854775808 }\r\n";
+
+    #[test]
+    fn plain_bytes_are_counted_as_one_by_one() {
+        // Each byte at each place of a word and of a tail, among neighbours that could borrow.
+        for filler in [b' ', b'a', 0x7f, 0x80, 0xff] {
+            for len in 0..20 {
+                assert_eq!(plain(&std::vec![filler; len]), len);
+                for at in 0..len {
+                    for byte in 0..=u8::MAX {
+                        let mut text = std::vec![filler; len];
+                        text[at] = byte;
+                        let expected = if byte == b'"' || byte == b'\\' || byte < 0x20 { at } else { len };
+                        assert_eq!(plain(&text), expected, "{byte} at {at} of {len}");
+                    }
+                }
+            }
+        }
+    }
 
     fn events(document: &[u8]) -> Result<Vec<String>, JsonError> {
         let mut parser = Parser::new(document);
