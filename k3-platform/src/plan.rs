@@ -9,6 +9,7 @@
 use crate::experts::Name;
 use crate::policy::Directory;
 use crate::segment::{Segment, Source, cut, least_slot};
+use crate::trunk::list_bytes;
 use crate::units::human;
 use k3_core::carve::Line as CacheLine;
 use k3_core::config::ModelConfig;
@@ -209,13 +210,15 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let floor_chunk = request.chunk.unwrap_or(1).max(1);
     let mut floor = fixed(sizes, request, floor_chunk);
     floor.add("trunk ring", least as u64, "1 slot".to_owned());
+    floor.add("segments", list_bytes(sizes.walk, least), "lists of what is read together".to_owned());
     floor.add("experts", one_expert, format!("{} slot", u64::from(experts > 0)));
-    if floor.total() > request.budget {
+    // A sum that has saturated is refused whatever the budget is.
+    if floor.total() > request.budget || floor.total() == u64::MAX {
         return Err(Refusal { budget: request.budget, floor: floor.total(), ledger: floor });
     }
 
     // The chunk: a sixteenth of the budget, for each trunk byte is read once per chunk.
-    let minimum = least as u64 + one_expert;
+    let minimum = least as u64 + list_bytes(sizes.walk, least) + one_expert;
     let chunk = request.chunk.unwrap_or_else(|| {
         let fits = |chunk: usize| {
             let total = fixed(sizes, request, chunk).total();
@@ -235,6 +238,8 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let ring = (ring_bytes / slot).clamp(1, RING_TARGET);
     ledger.add("trunk ring", (ring * slot) as u64, format!("{ring} slots of {}", human(slot as u64)));
     left = left.saturating_sub((ring * slot) as u64 - least as u64);
+    // Larger slots make shorter lists; the difference is not spent again.
+    ledger.add("segments", list_bytes(sizes.walk, slot), "lists of what is read together".to_owned());
 
     // The least of the experts: a token's choice in one layer, if half of what is left holds it.
     let extra = left.checked_div(2 * expert).unwrap_or(0).min(c.num_experts_per_token.saturating_sub(1) as u64);
@@ -242,10 +247,15 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     left -= (arena as u64).saturating_sub(1) * expert;
 
     // Pinned layers, and the head when all of them are.
-    let segments: Vec<Vec<Segment>> = sizes.walk.iter().map(|w| cut(w, slot)).collect();
-    let costs: Vec<u64> = segments.iter().map(|w| w.iter().map(|s| s.bytes as u64).sum()).collect();
+    // Bytes to keep and bytes to read, layer by layer: the lists of segments are not kept.
+    let sums = |w: &Vec<Source>| {
+        let segments = cut(w, slot);
+        let bytes: u64 = segments.iter().map(|s| s.bytes as u64).sum();
+        (bytes, segments.iter().map(Segment::read_bytes).sum::<u64>())
+    };
+    let costs: Vec<(u64, u64)> = sizes.walk.iter().map(sums).collect();
     let (mut pinned, mut pinned_bytes) = (0, 0u64);
-    for &cost in &costs {
+    for &(cost, _) in &costs {
         if cost > left {
             break;
         }
@@ -265,7 +275,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let extent = Extent { chunk: chunk.max(1), context: request.context, width: request.threads };
     let logit_rows = if request.all_logits { extent.chunk } else { 1 };
     let (budget, readers) = (request.budget, request.readers);
-    let trunk_read = segments[pinned..].iter().flatten().map(Segment::read_bytes).sum();
+    let trunk_read = costs.iter().skip(pinned).map(|c| c.1).sum();
     let missing = if arena == experts { 0 } else { c.num_moe_layers() * c.num_experts_per_token };
     let experts_read = missing as u64 * expert;
     Ok(Plan {

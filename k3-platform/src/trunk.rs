@@ -16,8 +16,8 @@ use crate::fetch::{Fetch, Fetched, Priority};
 use crate::segment::{Segment, Source, cut};
 use k3_core::checkpoint::Tensor;
 use k3_core::view::Bf16Matrix;
-use std::collections::VecDeque;
-use std::ops::Range;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -32,34 +32,68 @@ pub struct TrunkStats {
     pub waited: Duration,
 }
 
-/// Where the walk stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Cursor {
+/// A segment: its layer (the head is the last one), and its number there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+struct Spot {
+    layer: usize,
     segment: usize,
-    piece: usize,
+}
+
+impl Spot {
+    fn tag(self) -> u64 {
+        (self.layer as u64) << 32 | self.segment as u64
+    }
+
+    fn of(tag: u64) -> Self {
+        let part = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        Self { layer: part(tag >> 32), segment: part(tag & 0xffff_ffff) }
+    }
+}
+
+/// Segments that are held as lists at the same time. The released trunk in slots of 270 kB has
+/// 415,000: it is cut layer by layer, as the walk comes to it.
+const LISTED: usize = 8192;
+
+/// Bytes a listed segment takes, with its pieces and reads.
+const LISTED_BYTES: u64 = 320;
+
+/// Bytes that lists of segments take at most, for the ledger.
+#[must_use]
+pub fn list_bytes(walk: &[Vec<Source>], slot: usize) -> u64 {
+    let count = |sources: &Vec<Source>| {
+        let bytes: u64 = sources.iter().map(|s| s.rows as u64 * s.row_bytes as u64).sum();
+        // A slot loses up to three blocks to alignment, and each list ends with what is left.
+        bytes / (slot.saturating_sub(3 * crate::segment::block()).max(1) as u64) + sources.len() as u64
+    };
+    let (all, largest) = walk.iter().map(count).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
+    all.min(LISTED as u64 + 2 * largest) * LISTED_BYTES
 }
 
 /// The trunk of one checkpoint.
 #[derive(Debug)]
 pub struct Trunk {
-    segments: Vec<Segment>,
-    /// Segments of each layer; the last entry is the head.
-    layers: Vec<Range<usize>>,
-    /// Whether the segments of a layer stay.
-    keep: Vec<bool>,
-    kept: Vec<Option<AlignedBuf>>,
+    walk: Vec<Vec<Source>>,
+    slot: usize,
+    /// Segments of the layers that were needed last.
+    lists: VecDeque<(usize, Arc<[Segment]>)>,
+    /// Layers of the pinned prefix, and whether the head is pinned.
+    pinned: usize,
+    head_pinned: bool,
+    kept: HashMap<Spot, AlignedBuf>,
     /// Ring slots that hold nothing.
     free: Vec<AlignedBuf>,
     /// Segments asked for, in order, and not yet taken.
-    asked: VecDeque<usize>,
+    asked: VecDeque<Spot>,
     /// Arrived, not yet taken.
-    arrived: Vec<(usize, Result<AlignedBuf, Error>)>,
+    arrived: Vec<(Spot, Result<AlignedBuf, Error>)>,
     /// The next segment to ask for, and whether it belongs to the pass after this one.
-    next: usize,
+    next: Spot,
     next_pass: bool,
     /// Whether this pass reads the head.
     head: bool,
-    cursor: Cursor,
+    /// The segment that is being lent, and the piece of it that comes next.
+    cursor: Spot,
+    piece: usize,
     current: Option<AlignedBuf>,
     sender: Sender<Fetched>,
     receiver: Receiver<Fetched>,
@@ -69,7 +103,8 @@ pub struct Trunk {
 }
 
 impl Trunk {
-    /// Cuts the walk into segments and maps the ring. Nothing is read yet.
+    /// Maps the ring. Nothing is read yet. `slot` is at least [`crate::segment::least_slot`]; the last
+    /// entry of `walk` is the head.
     ///
     /// # Errors
     /// [`Error::Memory`] if the ring cannot be mapped.
@@ -80,28 +115,23 @@ impl Trunk {
         pinned: usize,
         head_pinned: bool,
     ) -> Result<Self, Error> {
-        let (mut segments, mut layers, mut keep) = (Vec::new(), Vec::new(), Vec::new());
-        for (i, sources) in walk.iter().enumerate() {
-            let first = segments.len();
-            segments.extend(cut(sources, slot));
-            layers.push(first..segments.len());
-            let stays = if i + 1 == walk.len() { head_pinned } else { i < pinned };
-            keep.resize(segments.len(), stays);
-        }
         let free = (0..ring.max(1)).map(|_| AlignedBuf::zeroed(slot)).collect::<Result<_, _>>()?;
         let (sender, receiver) = channel();
         Ok(Self {
-            kept: segments.iter().map(|_| None).collect(),
-            segments,
-            layers,
-            keep,
+            walk: walk.to_vec(),
+            slot,
+            lists: VecDeque::new(),
+            pinned,
+            head_pinned,
+            kept: HashMap::new(),
             free,
             asked: VecDeque::new(),
             arrived: Vec::new(),
-            next: 0,
+            next: Spot::default(),
             next_pass: false,
             head: false,
-            cursor: Cursor { segment: 0, piece: 0 },
+            cursor: Spot::default(),
+            piece: 0,
             current: None,
             sender,
             receiver,
@@ -116,9 +146,36 @@ impl Trunk {
         self.stats
     }
 
-    /// First segment of the head: the end of the layers.
-    fn body(&self) -> usize {
-        self.layers.last().map_or(0, |head| head.start)
+    /// The layer behind the last one of a pass.
+    const fn end(&self, head: bool) -> usize {
+        if head { self.walk.len() } else { self.walk.len().saturating_sub(1) }
+    }
+
+    /// Whether the segments of a layer stay.
+    const fn keeps(&self, layer: usize) -> bool {
+        if layer + 1 == self.walk.len() { self.head_pinned } else { layer < self.pinned }
+    }
+
+    /// The segments of a layer; none behind the last one.
+    fn list(&mut self, layer: usize) -> Arc<[Segment]> {
+        if let Some((_, list)) = self.lists.iter().find(|(l, _)| *l == layer) {
+            return Arc::clone(list);
+        }
+        let list: Arc<[Segment]> = self.walk.get(layer).map(|w| cut(w, self.slot)).unwrap_or_default().into();
+        self.lists.push_front((layer, Arc::clone(&list)));
+        while self.lists.len() > 2 && self.lists.iter().map(|(_, l)| l.len()).sum::<usize>() > LISTED {
+            self.lists.pop_back();
+        }
+        list
+    }
+
+    /// The segment behind one.
+    fn behind(&mut self, spot: Spot) -> Spot {
+        if spot.segment + 1 < self.list(spot.layer).len() {
+            Spot { segment: spot.segment + 1, ..spot }
+        } else {
+            Spot { layer: spot.layer + 1, segment: 0 }
+        }
     }
 
     /// A pass begins. What was read ahead for it is used; what a broken-off pass left is dropped.
@@ -126,16 +183,16 @@ impl Trunk {
     /// # Errors
     /// Those of the reads.
     pub fn begin(&mut self, fetch: &Fetch, head: bool) -> Result<(), Error> {
-        let end = if self.head { self.segments.len() } else { self.body() };
-        let at_start = self.cursor == Cursor { segment: 0, piece: 0 } && self.asked.is_empty();
-        let at_end = self.cursor == Cursor { segment: end, piece: 0 };
+        let start = Spot::default();
+        let at_start = self.cursor == start && self.piece == 0 && self.asked.is_empty();
+        let at_end = self.cursor == Spot { layer: self.end(self.head), segment: 0 } && self.piece == 0;
         if at_end && self.next_pass {
             self.next_pass = false;
-        } else if !(at_start && !self.next_pass && self.next == 0) {
+        } else if !(at_start && !self.next_pass && self.next == start) {
             self.drain();
-            (self.next, self.next_pass) = (0, false);
+            (self.next, self.next_pass) = (start, false);
         }
-        (self.cursor, self.head) = (Cursor { segment: 0, piece: 0 }, head);
+        (self.cursor, self.piece, self.head) = (start, 0, head);
         self.pump(fetch)
     }
 
@@ -143,20 +200,20 @@ impl Trunk {
     fn drain(&mut self) {
         self.free.extend(self.current.take());
         let mut expected = self.asked.len() - self.arrived.len();
-        for (segment, buffer) in std::mem::take(&mut self.arrived) {
-            self.give_back(segment, buffer.ok());
+        for (spot, buffer) in std::mem::take(&mut self.arrived) {
+            self.give_back(spot, buffer.ok());
         }
         while expected > 0 {
             let Ok(fetched) = self.receiver.recv() else { break };
-            let segment = usize::try_from(fetched.tag).unwrap_or(usize::MAX);
-            self.give_back(segment, Some(fetched.buffer));
+            self.give_back(Spot::of(fetched.tag), Some(fetched.buffer));
             expected -= 1;
         }
         self.asked.clear();
     }
 
-    fn give_back(&mut self, segment: usize, buffer: Option<AlignedBuf>) {
-        if !self.keep.get(segment).copied().unwrap_or(true) {
+    /// Frees a ring slot; the buffer of a segment that would have been kept goes back to the system.
+    fn give_back(&mut self, spot: Spot, buffer: Option<AlignedBuf>) {
+        if !self.keeps(spot.layer) {
             self.free.extend(buffer);
         }
     }
@@ -164,57 +221,59 @@ impl Trunk {
     /// Asks for the next segments while there is room for them.
     fn pump(&mut self, fetch: &Fetch) -> Result<(), Error> {
         loop {
-            let end = if self.next_pass || !self.head { self.body() } else { self.segments.len() };
-            if self.next >= end {
+            let end = self.end(self.head && !self.next_pass);
+            if self.next.layer >= end {
                 if self.next_pass || end == 0 {
                     return Ok(());
                 }
-                (self.next, self.next_pass) = (0, true);
+                (self.next, self.next_pass) = (Spot::default(), true);
                 continue;
             }
-            let segment = self.next;
-            if self.keep[segment] && (self.kept[segment].is_some() || self.asked.contains(&segment)) {
-                self.next += 1;
+            let spot = self.next;
+            let keeps = self.keeps(spot.layer);
+            if keeps && (self.kept.contains_key(&spot) || self.asked.contains(&spot)) {
+                self.next = self.behind(spot);
                 continue;
             }
-            let buffer = if self.keep[segment] {
+            let list = self.list(spot.layer);
+            let segment = list.get(spot.segment).ok_or(Error::Order)?;
+            let buffer = if keeps {
                 if self.asked.len() >= self.window {
                     return Ok(());
                 }
-                AlignedBuf::zeroed(self.segments[segment].bytes)?
+                AlignedBuf::zeroed(segment.bytes)?
             } else {
                 let Some(buffer) = self.free.pop() else { return Ok(()) };
                 buffer
             };
-            fetch.submit(&self.segments[segment].reads, buffer, segment as u64, Priority::Prefetch, &self.sender);
-            self.asked.push_back(segment);
-            self.next += 1;
+            fetch.submit(&segment.reads, buffer, spot.tag(), Priority::Prefetch, &self.sender);
+            self.asked.push_back(spot);
+            self.next = self.behind(spot);
         }
     }
 
     /// Makes the cursor's segment the current one.
     fn load(&mut self, fetch: &Fetch) -> Result<(), Error> {
-        let segment = self.cursor.segment;
-        if self.current.is_some() || self.kept.get(segment).is_some_and(Option::is_some) {
+        let spot = self.cursor;
+        if self.current.is_some() || self.kept.contains_key(&spot) {
             return Ok(());
         }
         self.pump(fetch)?;
-        if self.asked.front() != Some(&segment) {
+        if self.asked.front() != Some(&spot) {
             return Err(Error::Order);
         }
         let started = Instant::now();
         let index = loop {
-            if let Some(i) = self.arrived.iter().position(|(s, _)| *s == segment) {
+            if let Some(i) = self.arrived.iter().position(|(s, _)| *s == spot) {
                 break i;
             }
-            let fetched = fetch.wait(&self.receiver)?;
-            let tag = usize::try_from(fetched.tag).unwrap_or(usize::MAX);
-            let Fetched { buffer, result, .. } = fetched;
+            let Fetched { tag, buffer, result } = fetch.wait(&self.receiver)?;
+            let from = Spot::of(tag);
             match result {
-                Ok(()) => self.arrived.push((tag, Ok(buffer))),
+                Ok(()) => self.arrived.push((from, Ok(buffer))),
                 Err(error) => {
-                    self.give_back(tag, Some(buffer));
-                    self.arrived.push((tag, Err(error.into())));
+                    self.give_back(from, Some(buffer));
+                    self.arrived.push((from, Err(error.into())));
                 }
             }
         };
@@ -222,21 +281,10 @@ impl Trunk {
         let (_, buffer) = self.arrived.swap_remove(index);
         self.asked.pop_front();
         let buffer = buffer?;
-        if self.keep[segment] {
-            self.kept[segment] = Some(buffer);
+        if self.keeps(spot.layer) {
+            self.kept.insert(spot, buffer);
         } else {
             self.current = Some(buffer);
-        }
-        Ok(())
-    }
-
-    /// Moves past the current piece; frees the slot behind the last one.
-    fn advance(&mut self, fetch: &Fetch) -> Result<(), Error> {
-        self.cursor.piece += 1;
-        if self.cursor.piece == self.segments[self.cursor.segment].pieces.len() {
-            self.cursor = Cursor { segment: self.cursor.segment + 1, piece: 0 };
-            self.free.extend(self.current.take());
-            self.pump(fetch)?;
         }
         Ok(())
     }
@@ -244,31 +292,32 @@ impl Trunk {
     /// Lends the pieces of `tensor`, which must be the next of the walk.
     fn lend(&mut self, fetch: &Fetch, tensor: Tensor, mut each: impl FnMut(usize, usize, &[u8])) -> Result<(), Error> {
         let mut found = false;
-        while let Some(segment) = self.segments.get(self.cursor.segment) {
-            let piece = segment.pieces[self.cursor.piece];
+        loop {
+            let list = self.list(self.cursor.layer);
+            let Some(segment) = list.get(self.cursor.segment) else { break };
+            let piece = *segment.pieces.get(self.piece).ok_or(Error::Order)?;
             if piece.tensor != tensor {
                 break;
             }
-            if !found && self.cursor.piece == 0 {
-                self.count(self.cursor.segment);
+            if self.cursor.segment == 0 && self.piece == 0 && self.cursor.layer + 1 < self.walk.len() {
+                self.stats.visits += 1;
+                self.stats.hits += u64::from(self.keeps(self.cursor.layer));
             }
             found = true;
             fetch.check()?;
             self.load(fetch)?;
-            let buffer = self.current.as_ref().or(self.kept[self.cursor.segment].as_ref()).ok_or(Error::Order)?;
+            let buffer = self.current.as_ref().or_else(|| self.kept.get(&self.cursor)).ok_or(Error::Order)?;
             let bytes = buffer.get(piece.at..piece.at + piece.len).ok_or(Error::Order)?;
             each(piece.first_row, piece.rows, bytes);
-            self.advance(fetch)?;
+            self.piece += 1;
+            if self.piece == segment.pieces.len() {
+                // The slot is free: the next read can start.
+                (self.cursor, self.piece) = (self.behind(self.cursor), 0);
+                self.free.extend(self.current.take());
+                self.pump(fetch)?;
+            }
         }
         if found { Ok(()) } else { Err(Error::Order) }
-    }
-
-    fn count(&mut self, segment: usize) {
-        let body = self.layers.len() - 1;
-        if let Some(layer) = self.layers[..body].iter().find(|l| l.start == segment && !l.is_empty()) {
-            self.stats.visits += 1;
-            self.stats.hits += u64::from(self.keep[layer.start]);
-        }
     }
 
     /// See [`k3_core::model::Weights::vector`].
