@@ -40,6 +40,11 @@ pub(crate) enum Command {
     Synth(Synth),
 }
 
+/// An id, with blanks around it.
+fn id(text: &str) -> Result<u32, std::num::ParseIntError> {
+    text.trim().parse()
+}
+
 /// Where the weights are read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Io {
@@ -71,7 +76,7 @@ pub(crate) struct Common {
 
     /// Positions per prefill pass [default: what a sixteenth of the memory holds].
     #[arg(long, value_name = "N")]
-    pub(crate) chunk: Option<usize>,
+    pub(crate) chunk: Option<std::num::NonZeroUsize>,
 
     /// How weights are read.
     #[arg(long, value_enum, default_value_t = Io::Direct)]
@@ -194,7 +199,7 @@ pub(crate) struct Prompt {
     pub(crate) prompt_file: Option<PathBuf>,
 
     /// The token ids to continue, separated by commas.
-    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1)]
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1, value_parser = id)]
     pub(crate) ids: Option<Vec<u32>>,
 }
 

@@ -3,7 +3,7 @@
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
 use k3_platform::synth::SynthError;
-use std::io::Write as _;
+use std::io::{ErrorKind, Write as _};
 
 /// Usage, or a config or prompt that is refused.
 pub(crate) const USAGE: u8 = 2;
@@ -34,6 +34,11 @@ impl Failure {
         Self { code: IO, message: format!("{}: {error}", what.display()), hint: None }
     }
 
+    /// A file to be written cannot be: said before anything is computed.
+    pub(crate) fn target(what: &std::path::Path, error: &std::io::Error) -> Self {
+        Self::usage(format!("{}: {error}", what.display()), "name a file that can be written")
+    }
+
     pub(crate) fn print(&self) {
         let mut err = std::io::stderr().lock();
         // If standard error is closed too there is nobody left to tell.
@@ -49,11 +54,21 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let message = error.to_string();
         let (code, hint) = match &error {
-            Error::Open { source, .. } if source.kind() == std::io::ErrorKind::NotFound => (
+            Error::Open { source, .. } if source.kind() == ErrorKind::NotFound => (
                 DAMAGED,
                 Some("MODEL_DIR must hold config.json, model.safetensors.index.json, the shards and tiktoken.model"),
             ),
-            Error::Open { source, .. } if source.kind() == std::io::ErrorKind::InvalidData => (DAMAGED, None),
+            Error::Open { source, .. }
+                if matches!(
+                    source.kind(),
+                    ErrorKind::InvalidData
+                        | ErrorKind::InvalidInput
+                        | ErrorKind::NotADirectory
+                        | ErrorKind::IsADirectory
+                ) =>
+            {
+                (DAMAGED, Some("this is not a file of a checkpoint: MODEL_DIR must be the downloaded directory"))
+            }
             Error::Open { .. } | Error::Threads(_) => (IO, None),
             Error::Config { .. } => {
                 (USAGE, Some("use the config.json of the release; fields renamed by other tools are not guessed"))

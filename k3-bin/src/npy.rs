@@ -27,23 +27,40 @@ impl Element for f64 {
     }
 }
 
-/// A file that appears under its name only when it is complete.
+/// A file that appears under its name only when it is complete. What is no regular file (a pipe, a
+/// device) cannot appear: it is written as it is.
 #[derive(Debug)]
 pub(crate) struct Npy<T> {
     values: PhantomData<T>,
-    path: PathBuf,
-    temporary: PathBuf,
     out: BufWriter<File>,
-    finished: bool,
+    /// Where the bytes are until they are complete, and where they go then.
+    unfinished: Option<(PathBuf, PathBuf)>,
 }
 
 impl<T: Element> Npy<T> {
     /// Starts a file of this shape.
     pub(crate) fn create(path: &Path, shape: &[usize]) -> std::io::Result<Self> {
-        let mut name = path.file_name().ok_or(std::io::ErrorKind::InvalidInput)?.to_owned();
-        name.push(format!(".{}.part", std::process::id()));
-        let temporary = path.with_file_name(name);
-        let mut out = BufWriter::new(File::options().write(true).create_new(true).open(&temporary)?);
+        use std::io::{Error, ErrorKind};
+        let (out, unfinished) = match std::fs::metadata(path) {
+            Ok(there) if there.is_dir() => return Err(Error::from(ErrorKind::IsADirectory)),
+            Ok(there) if !there.is_file() => (File::options().write(true).open(path)?, None),
+            there => {
+                // What a link leads to is replaced, not the link; and only what may be written.
+                let target = match there {
+                    Ok(_) => {
+                        File::options().append(true).open(path)?;
+                        path.canonicalize()?
+                    }
+                    Err(_) => path.to_owned(),
+                };
+                if target.file_name().is_none() {
+                    return Err(Error::new(ErrorKind::InvalidInput, "this is not the name of a file"));
+                }
+                let temporary = target.with_file_name(format!(".k3-{}.part", std::process::id()));
+                (File::options().write(true).create_new(true).open(&temporary)?, Some((temporary, target)))
+            }
+        };
+        let mut this = Self { values: PhantomData, out: BufWriter::new(out), unfinished };
         let mut dims = shape.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
         if shape.len() == 1 {
             // Python's tuple of one.
@@ -56,18 +73,9 @@ impl<T: Element> Npy<T> {
         header.extend(std::iter::repeat_n(' ', padded - 1 - header.len()));
         header.push('\n');
         let len = u16::try_from(header.len()).map_err(|_| std::io::ErrorKind::InvalidInput)?;
-        let this = Self {
-            values: PhantomData,
-            path: path.to_owned(),
-            temporary,
-            finished: false,
-            out: {
-                out.write_all(b"\x93NUMPY\x01\x00")?;
-                out.write_all(&len.to_le_bytes())?;
-                out.write_all(header.as_bytes())?;
-                out
-            },
-        };
+        this.out.write_all(b"\x93NUMPY\x01\x00")?;
+        this.out.write_all(&len.to_le_bytes())?;
+        this.out.write_all(header.as_bytes())?;
         Ok(this)
     }
 
@@ -79,18 +87,20 @@ impl<T: Element> Npy<T> {
     /// Puts the file in its place.
     pub(crate) fn finish(mut self) -> std::io::Result<()> {
         self.out.flush()?;
-        self.out.get_ref().sync_all()?;
-        std::fs::rename(&self.temporary, &self.path)?;
-        self.finished = true;
+        if let Some((temporary, target)) = &self.unfinished {
+            self.out.get_ref().sync_all()?;
+            std::fs::rename(temporary, target)?;
+        }
+        self.unfinished = None;
         Ok(())
     }
 }
 
 impl<T> Drop for Npy<T> {
     fn drop(&mut self) {
-        if !self.finished {
+        if let Some((temporary, _)) = &self.unfinished {
             // Best effort: the run is failing already.
-            let _ = std::fs::remove_file(&self.temporary);
+            let _ = std::fs::remove_file(temporary);
         }
     }
 }

@@ -22,7 +22,7 @@ const WINDOW: usize = 2048;
 pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     let started = Instant::now();
     let options = Options::new(&args.common)?;
-    let bytes = text::read(&args.file, "--file")?;
+    let bytes = text::read(&args.file, "--file", options.budget())?;
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, true)?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?.ok_or(Error::Order)?;
@@ -86,6 +86,7 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
         }
         report::resources(&stats, run.engine.plan());
     }
+    report::damage(&stats);
     Ok(run.code(!complete))
 }
 

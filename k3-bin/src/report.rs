@@ -162,7 +162,7 @@ pub(crate) fn end(times: &Times, prompt: usize, generated: usize, stats: &Stats,
     resources(stats, plan);
 }
 
-/// Prints what was read and held, and warns of damage.
+/// Prints what was read and held.
 pub(crate) fn resources(stats: &Stats, plan: &Plan) {
     let mut err = std::io::stderr().lock();
     let percent = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.1}%", 100.0 * r));
@@ -175,11 +175,20 @@ pub(crate) fn resources(stats: &Stats, plan: &Plan) {
         peak_rss().map_or("unknown".to_owned(), human),
         human(plan.budget),
     );
-    for ((layer, expert), count) in &stats.experts.nan_scales {
-        let _ = writeln!(
-            err,
-            "warning: expert {} of layer {} has {count} scale bytes that are NaN (255); their weights counted as 0",
-            expert.0, layer.0
-        );
-    }
+}
+
+/// Warns of damaged experts, however quiet the run is: their weights were not all used.
+pub(crate) fn damage(stats: &Stats) {
+    let nan = &stats.experts.nan_scales;
+    let Some(((layer, expert), count)) = nan.iter().next() else { return };
+    let more = match nan.len() - 1 {
+        0 => String::new(),
+        n => format!(", and {n} more experts are damaged"),
+    };
+    let _ = writeln!(
+        std::io::stderr(),
+        "warning: expert {} of layer {} has {count} scale bytes that are NaN (255), which counted as 0{more}",
+        expert.0,
+        layer.0
+    );
 }

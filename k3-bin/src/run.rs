@@ -6,7 +6,9 @@ use crate::npy::Npy;
 use crate::report::{self, Progress, Times};
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
+use k3_core::config::ModelConfig;
 use k3_core::ops::sample::argmax;
+use k3_core::tokenizer::{self, Control};
 use k3_core::view::TokenId;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
@@ -71,11 +73,14 @@ impl Out {
     }
 }
 
+/// Where logits go, and its name.
+type Dump<'p> = (Npy<f32>, &'p std::path::Path);
+
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let started = Instant::now();
     let options = Options::new(&args.common)?;
-    let prompt = text::source(&args.prompt)?;
+    let prompt = text::source(&args.prompt, options.budget())?;
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, matches!(prompt, Source::Text(_)))?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
@@ -85,6 +90,14 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         (Source::Text(_), None) => Vec::new(),
     };
     let context = check_prompt(args, &prompt, opened.checkpoint.config().vocab_size)?;
+    // A target that cannot be written is refused before anything is computed.
+    let dump = match &args.dump_logits {
+        Some(path) => {
+            let shape = [prompt.len(), opened.checkpoint.config().vocab_size];
+            Some((Npy::create(path, &shape).map_err(|e| Failure::target(path, &e))?, path.as_path()))
+        }
+        None => None,
+    };
     let mut run = opened.start(Wanted {
         context,
         prompt: prompt.len(),
@@ -94,7 +107,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
     let times = Times { open: started.elapsed(), ..Times::default() };
     let mut session = Session { args, vocabulary, prompt, context, times, generated: Vec::new(), out };
-    let finish = session.generate(&mut run.engine)?;
+    let finish = session.generate(&mut run.engine, dump)?;
     session.times.total = started.elapsed();
     session.end(&run, finish)?;
     Ok(run.code(finish == Finish::Cancelled))
@@ -119,18 +132,20 @@ fn check_prompt(args: &Run, prompt: &[TokenId], vocab: usize) -> Result<usize, F
     Ok(context)
 }
 
+/// Whether an id ends a text: the config's, or one of the two that the control block has for it. The
+/// block is the last 256 ids, whether or not the vocabulary's file is there.
+fn stops(id: TokenId, config: &ModelConfig) -> bool {
+    let base = config.vocab_size.saturating_sub(tokenizer::BLOCK as usize);
+    let distance = id.get().checked_sub(base).and_then(|d| u8::try_from(d).ok()).map(Control::at);
+    config.eos_token_id == Some(id.0) || matches!(distance, Some(Control::EOS | Control::END_OF_MSG))
+}
+
 impl Session<'_> {
-    fn generate(&mut self, engine: &mut Engine) -> Result<Finish, Failure> {
+    fn generate(&mut self, engine: &mut Engine, mut dump: Option<Dump<'_>>) -> Result<Finish, Failure> {
         let config = *engine.checkpoint().config();
         let (vocab, chunk) = (config.vocab_size, engine.plan().extent.chunk);
         let mut progress = Progress::new(!self.args.common.quiet, config.num_hidden_layers);
         let mut logits = vec![0.0; vocab * engine.plan().logit_rows];
-        let mut dump = match &self.args.dump_logits {
-            Some(path) => {
-                Some((Npy::create(path, &[self.prompt.len(), vocab]).map_err(|e| Failure::output(path, &e))?, path))
-            }
-            None => None,
-        };
         let finish = loop {
             let started = Instant::now();
             let fresh = self.generated.is_empty();
@@ -184,7 +199,7 @@ impl Session<'_> {
             let last = &logits[(rows.max(1) - 1) * vocab..rows.max(1) * vocab];
             // The pass has refused logits that are not finite; this is the same refusal once more.
             let id = argmax(last).ok().flatten().ok_or(Error::Order)?;
-            if !self.args.ignore_eos && self.stops(id, config.eos_token_id) {
+            if !self.args.ignore_eos && stops(id, &config) {
                 break Finish::Stop;
             }
             self.generated.push(id);
@@ -202,13 +217,15 @@ impl Session<'_> {
         Ok(finish)
     }
 
-    fn stops(&self, id: TokenId, eos: Option<u32>) -> bool {
-        eos == Some(id.0) || self.vocabulary.as_ref().is_some_and(|v| v.is_stop(id))
-    }
-
     /// Sends a token's bytes out, whole characters at a time.
     fn say(&mut self, id: TokenId) -> Result<(), Failure> {
-        let Some(vocabulary) = &self.vocabulary else { return Ok(()) };
+        let Some(vocabulary) = &self.vocabulary else {
+            // Without a vocabulary the ids are all there is to print.
+            let separator = if self.generated.len() > 1 { "," } else { "" };
+            let text = format!("{separator}{}", id.0);
+            self.out.text.extend_from_slice(text.as_bytes());
+            return self.out.write(text.as_bytes());
+        };
         let before = self.out.text.len();
         vocabulary.decode(id, &mut self.out.text);
         let ready = self.out.streamed.push(&self.out.text[before..]);
@@ -224,7 +241,7 @@ impl Session<'_> {
                 "model": engine.checkpoint().dir().display().to_string(),
                 "prompt_ids": ids(&self.prompt),
                 "generated_ids": ids(&self.generated),
-                "text": String::from_utf8_lossy(&self.out.text),
+                "text": self.vocabulary.as_ref().map(|_| String::from_utf8_lossy(&self.out.text)),
                 "finish_reason": finish.name(),
                 "usage": {"prompt_tokens": self.prompt.len(), "generated_tokens": self.generated.len()},
                 "memory": report::memory(engine.plan()),
@@ -245,6 +262,7 @@ impl Session<'_> {
             run.note_buffered();
             report::end(&self.times, self.prompt.len(), self.generated.len(), &stats, engine.plan());
         }
+        report::damage(&stats);
         Ok(())
     }
 }

@@ -48,6 +48,8 @@ pub(crate) struct Opened<'a> {
     options: Options<'a>,
     disk: Disk,
     demo: Option<Demo>,
+    stop: Arc<AtomicBool>,
+    signal: Arc<AtomicUsize>,
     pub(crate) checkpoint: Checkpoint,
 }
 
@@ -66,8 +68,16 @@ impl<'a> Options<'a> {
         Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)? })
     }
 
-    /// Opens the checkpoint, or the demo where none is named.
+    /// Memory that may be used (bytes).
+    pub(crate) const fn budget(&self) -> u64 {
+        self.budget
+    }
+
+    /// Opens the checkpoint, or the demo where none is named. From here on signals stop a pass and not
+    /// the process.
     pub(crate) fn open(self) -> Result<Opened<'a>, Failure> {
+        let stop = Arc::default();
+        let signal = watch_signals(&stop)?;
         let (dir, demo) = match &self.common.model {
             Some(dir) => (dir.clone(), None),
             None => {
@@ -77,7 +87,7 @@ impl<'a> Options<'a> {
         };
         let disk = Disk::new(if self.common.io == Io::Direct { Mode::Direct } else { Mode::Buffered });
         let checkpoint = Checkpoint::open(&dir, Arc::new(disk.clone()))?;
-        Ok(Opened { options: self, disk, demo, checkpoint })
+        Ok(Opened { options: self, disk, demo, stop, signal, checkpoint })
     }
 }
 
@@ -89,7 +99,7 @@ impl Opened<'_> {
             budget: *budget,
             context: wanted.context,
             prompt: wanted.prompt,
-            chunk: common.chunk.map(|n| n.clamp(1, wanted.prompt.max(1))),
+            chunk: common.chunk.map(|n| n.get().min(wanted.prompt.max(1))),
             threads: common.threads.map_or_else(default_threads, usize::from),
             readers: READERS,
             all_logits: wanted.all_logits,
@@ -103,15 +113,14 @@ impl Opened<'_> {
         self.options.backend
     }
 
-    /// Plans, says so, and builds the engine. From here on signals stop a pass and not the process.
+    /// Plans, says so, and builds the engine.
     pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
         let plan = self.plan(wanted)?;
-        let Self { options: Options { common, backend, .. }, disk, demo, checkpoint } = self;
+        let Self { options: Options { common, backend, .. }, disk, demo, stop, signal, checkpoint } = self;
         if !common.quiet {
             report::plan(&plan, backend.name());
         }
-        let engine = Engine::new(checkpoint, plan, backend)?;
-        let signal = watch_signals(&engine.stop_flag())?;
+        let engine = Engine::new(checkpoint, plan, backend, stop)?;
         Ok(Started { engine, disk, direct: common.io == Io::Direct, signal, _demo: demo })
     }
 }
@@ -157,10 +166,8 @@ fn backend(name: &str) -> Result<Backend, Failure> {
     }
     Backend::by_name(name).ok_or_else(|| {
         let names: Vec<_> = Backend::available().map(Backend::name).collect();
-        Failure::usage(
-            format!("--backend {name}: not on this CPU"),
-            format!("this CPU has: auto, {}", names.join(", ")),
-        )
+        let what = if ["avx2", "avx512"].contains(&name) { "not on this CPU" } else { "no such kernels" };
+        Failure::usage(format!("--backend {name}: {what}"), format!("this CPU has: auto, {}", names.join(", ")))
     })
 }
 

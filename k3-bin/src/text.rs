@@ -15,7 +15,7 @@ pub(crate) enum Source {
 }
 
 /// Reads the prompt's bytes exactly as they are.
-pub(crate) fn source(prompt: &crate::args::Prompt) -> Result<Source, Failure> {
+pub(crate) fn source(prompt: &crate::args::Prompt, budget: u64) -> Result<Source, Failure> {
     use std::os::unix::ffi::OsStringExt as _;
     if let Some(ids) = &prompt.ids {
         return Ok(Source::Ids(ids.iter().copied().map(TokenId).collect()));
@@ -24,18 +24,26 @@ pub(crate) fn source(prompt: &crate::args::Prompt) -> Result<Source, Failure> {
         return Ok(Source::Text(text.clone().into_vec()));
     }
     let path = prompt.prompt_file.as_deref().unwrap_or(Path::new("-"));
-    Ok(Source::Text(read(path, "--prompt-file")?))
+    Ok(Source::Text(read(path, "--prompt-file", budget)?))
 }
 
-/// Reads a file, or standard input, that `option` names.
-pub(crate) fn read(path: &Path, option: &str) -> Result<Vec<u8>, Failure> {
+/// Reads a file, or standard input, that `option` names. A text may have an eighth of the memory there
+/// is: its ids, and what encoding needs, take several times its size.
+pub(crate) fn read(path: &Path, option: &str, budget: u64) -> Result<Vec<u8>, Failure> {
+    let failed =
+        |e: std::io::Error| Failure::usage(format!("{}: {e}", path.display()), format!("{option} takes a file"));
+    let limit = budget / 8;
     let mut bytes = Vec::new();
-    let done = if path == Path::new("-") {
-        std::io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes)
+    if path == Path::new("-") {
+        std::io::stdin().lock().take(limit + 1).read_to_end(&mut bytes).map_err(failed)?;
     } else {
-        std::fs::read(path)
-    };
-    done.map_err(|e| Failure::usage(format!("{}: {e}", path.display()), format!("{option} takes a file")))
+        std::fs::File::open(path).map_err(failed)?.take(limit + 1).read_to_end(&mut bytes).map_err(failed)?;
+    }
+    if bytes.len() as u64 > limit {
+        let message = format!("{}: the text has more than {limit} bytes, an eighth of --memory", path.display());
+        return Err(Failure::usage(message, "give more with --memory, or a shorter text"));
+    }
+    Ok(bytes)
 }
 
 /// The vocabulary files of a checkpoint. Ids in and ids out need none, so they may be absent then.

@@ -514,3 +514,102 @@ fn a_plan_is_that_of_the_run() {
         assert_eq!(code(&output), 2, "{}", text(&output.stderr));
     }
 }
+
+/// The story: a target for logits was replaced by a regular file whatever it was, and a folder was
+/// refused only when all the work was done.
+#[test]
+fn logits_replace_files_and_nothing_else() {
+    use std::os::unix::fs::FileTypeExt as _;
+    let folder = tempfile::tempdir().expect("a folder");
+    let dump = |path: &std::path::Path| {
+        let mut command = k3();
+        command.args(["run", "--ids", "1,2", "--max-tokens", "1", "--quiet", "--dump-logits"]).arg(path).arg(tiny());
+        command.output().expect("k3")
+    };
+    let refused = dump(folder.path());
+    assert_eq!(code(&refused), 2, "{}", text(&refused.stderr));
+    assert!(refused.stdout.is_empty());
+    assert_eq!(code(&dump(&folder.path().join("no/such/folder.npy"))), 2);
+
+    let (file, link) = (folder.path().join("file.npy"), folder.path().join("link.npy"));
+    std::fs::write(&file, "old").expect("write");
+    std::os::unix::fs::symlink(&file, &link).expect("a link");
+    assert_eq!(code(&dump(&link)), 0);
+    assert!(std::fs::symlink_metadata(&link).expect("metadata").is_symlink());
+    let whole = std::fs::read(&file).expect("read");
+    assert!(whole.starts_with(b"\x93NUMPY"));
+
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());
+    let reader = std::thread::spawn({
+        let pipe = pipe.clone();
+        move || std::fs::read(pipe).expect("read")
+    });
+    assert_eq!(code(&dump(&pipe)), 0);
+    assert_eq!(reader.join().expect("reader"), whole);
+    assert!(std::fs::symlink_metadata(&pipe).expect("metadata").file_type().is_fifo());
+    assert_eq!(std::fs::read_dir(folder.path()).expect("folder").count(), 3, "nothing is left behind");
+}
+
+#[test]
+fn a_signal_ends_a_text_with_what_there_is() {
+    for (signal, expected) in [("INT", 130), ("TERM", 143)] {
+        let child = k3()
+            .args(["run", "--ids", "1,2,3", "--max-tokens", "1000000", "--ignore-eos", "--json", "--quiet"])
+            .arg(tiny())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("k3");
+        std::thread::sleep(std::time::Duration::from_millis(700));
+        let sent = Command::new("kill").args([&format!("-{signal}"), &child.id().to_string()]).status().expect("kill");
+        assert!(sent.success());
+        let output = child.wait_with_output().expect("k3");
+        assert_eq!(code(&output), expected, "{}", text(&output.stderr));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(object["finish_reason"], "cancelled");
+    }
+}
+
+#[test]
+fn ids_need_no_vocabulary_and_damage_is_told_however_quiet() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dir = folder.path().join("model");
+    k3_tests::copy_dir(&tiny(), &dir);
+    std::fs::remove_file(dir.join("tiktoken.model")).expect("remove");
+    // Every scale byte of the experts' shards becomes NaN: the header says where they are.
+    for entry in std::fs::read_dir(&dir).expect("folder") {
+        let path = entry.expect("entry").path();
+        if path.extension().is_none_or(|e| e != "safetensors") {
+            continue;
+        }
+        let mut bytes = std::fs::read(&path).expect("read");
+        let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("len");
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + len]).expect("header");
+        for (name, entry) in header.as_object().expect("header") {
+            if name.ends_with("w1.weight_scale") {
+                let at =
+                    |i: usize| 8 + len + usize::try_from(entry["data_offsets"][i].as_u64().expect("at")).expect("at");
+                bytes[at(0)..at(1)].fill(255);
+            }
+        }
+        std::fs::write(&path, bytes).expect("write");
+    }
+    let run = |extra: &[&str]| {
+        let mut command = k3();
+        command
+            .args(["run", "--ids", " 1, 2,3 ", "--max-tokens", "3", "--ignore-eos", "--quiet"])
+            .args(extra)
+            .arg(&dir);
+        command.output().expect("k3")
+    };
+    let output = run(&[]);
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("NaN (255)"), "{}", text(&output.stderr));
+    let object: serde_json::Value = serde_json::from_slice(&run(&["--json"]).stdout).expect("JSON");
+    let ids: Vec<String> = object["generated_ids"].as_array().expect("ids").iter().map(ToString::to_string).collect();
+    assert_eq!(text(&output.stdout), format!("{}\n", ids.join(",")));
+    assert!(object["text"].is_null());
+    let refused = k3().args(["run", "--prompt", "x"]).arg(&dir).output().expect("k3");
+    assert_eq!(code(&refused), 3, "{}", text(&refused.stderr));
+}

@@ -85,14 +85,15 @@ struct Storage {
 }
 
 impl Engine {
-    /// Maps what the plan says. Nothing is read before the first pass.
+    /// Maps what the plan says. Nothing is read before the first pass. Setting `stop` stops the
+    /// running pass, or the next one, with [`Error::Stopped`].
     ///
     /// # Errors
     /// [`Error::Memory`] or [`Error::Threads`] if the system refuses what the plan had counted.
-    pub fn new(checkpoint: Checkpoint, plan: Plan, backend: Backend) -> Result<Self, Error> {
+    pub fn new(checkpoint: Checkpoint, plan: Plan, backend: Backend, stop: Arc<AtomicBool>) -> Result<Self, Error> {
         let config = *checkpoint.config();
         let exec = Rayon::new(plan.extent.width).map_err(|e| Error::Threads(std::io::Error::other(e)))?;
-        let fetch = Fetch::new(checkpoint.files(), plan.readers)?;
+        let fetch = Fetch::new(checkpoint.files(), plan.readers, stop)?;
         let trunk = Trunk::new(checkpoint.walk(), plan.slot, plan.ring, plan.pinned, plan.head_pinned)?;
         let arena = Arena::new(config, plan.arena, checkpoint.expert_bytes(), Policy::default());
         // The plan was made from the same two numbers, and did not overflow.
@@ -126,12 +127,6 @@ impl Engine {
     #[must_use]
     pub const fn position(&self) -> usize {
         self.position
-    }
-
-    /// Setting this stops the running pass with [`Error::Stopped`].
-    #[must_use]
-    pub fn stop_flag(&self) -> Arc<AtomicBool> {
-        self.storage.fetch.stop_flag()
     }
 
     /// Forgets the sequence, not the weights that are in memory.

@@ -2,7 +2,7 @@
 
 use crate::aligned::AlignedBuf;
 use crate::error::Error;
-use crate::io::{Done, Extent, FileSet, Job, ReadPool, Window};
+use crate::io::{Done, Extent, FileSet, Job, ReadError, ReadFault, ReadPool, Window};
 use crate::segment::{Read, block};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,19 +31,13 @@ impl std::fmt::Debug for Fetch {
 }
 
 impl Fetch {
-    /// Starts `readers` threads over `files`.
+    /// Starts `readers` threads over `files`. Setting `stop` ends every wait with [`Error::Stopped`].
     ///
     /// # Errors
     /// [`Error::Threads`] if the system refuses a thread.
-    pub fn new(files: FileSet, readers: usize) -> Result<Self, Error> {
+    pub fn new(files: FileSet, readers: usize, stop: Arc<AtomicBool>) -> Result<Self, Error> {
         let pool = ReadPool::new(readers).map_err(Error::Threads)?;
-        Ok(Self { pool, files, stop: Arc::default() })
-    }
-
-    /// Setting this ends every wait with [`Error::Stopped`].
-    #[must_use]
-    pub fn stop_flag(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.stop)
+        Ok(Self { pool, files, stop })
     }
 
     /// Bytes that came from files.
@@ -55,14 +49,25 @@ impl Fetch {
     /// Queues the reads of one segment; the answer goes to `reply`.
     pub fn submit(&self, reads: &[Read], buffer: AlignedBuf, tag: u64, priority: Priority, reply: &Sender<Fetched>) {
         // Shard numbers come from the index this set was made of, and offsets were held against the
-        // files' lengths when it was opened.
-        let extents = reads.iter().filter_map(|read| {
-            let file = self.files.file(usize::from(read.place.shard))?;
-            let window = Window::new(read.place.offset, read.len, block())?;
-            Some(Extent { file, window, at: read.at })
-        });
-        let extents = extents.collect();
-        self.pool.submit(priority, Job { tag, extents, buffer }, reply);
+        // files' lengths when it was opened. Should one not fit all the same, it must not be left out:
+        // its bytes would be whatever the buffer held.
+        let extents: Option<Vec<Extent>> = reads
+            .iter()
+            .map(|read| {
+                let file = self.files.file(usize::from(read.place.shard))?;
+                let window = Window::new(read.place.offset, read.len, block())?;
+                Some(Extent { file, window, at: read.at })
+            })
+            .collect();
+        match extents {
+            Some(extents) => self.pool.submit(priority, Job { tag, extents, buffer }, reply),
+            None => {
+                let offset = reads.first().map_or(0, |r| r.place.offset);
+                let fault = ReadFault::Ended { end: offset };
+                let result = Err(ReadError { path: "a shard that is not there".into(), offset, fault });
+                let _nobody_listens = reply.send(Done { tag, buffer, result });
+            }
+        }
     }
 
     /// # Errors

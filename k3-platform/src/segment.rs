@@ -92,6 +92,9 @@ impl Segment {
             bytes = bytes.max((read.at + read.len).next_multiple_of(block()));
             reads.push(read);
         }
+        // Hundreds of thousands of segments are listed in the course of a pass.
+        pieces.shrink_to_fit();
+        reads.shrink_to_fit();
         Self { pieces, reads, bytes }
     }
 

@@ -5,6 +5,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::fetch::{Fetch, Priority};
 use crate::segment::{Place, Read, block};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ pub fn sequential(checkpoint: &Checkpoint, time: Duration) -> Result<f64, Error>
             Read { place: Place { shard, offset }, len, at: 0 }
         })
     });
-    let fetch = Fetch::new(checkpoint.files(), DEPTH)?;
+    let fetch = Fetch::new(checkpoint.files(), DEPTH, Arc::default())?;
     let (sender, receiver) = channel();
     let started = Instant::now();
     let (mut in_flight, mut bytes) = (0, 0u64);

@@ -62,8 +62,8 @@ const LISTED_BYTES: u64 = 320;
 pub fn list_bytes(walk: &[Vec<Source>], slot: usize) -> u64 {
     let count = |sources: &Vec<Source>| {
         let bytes: u64 = sources.iter().map(|s| s.rows as u64 * s.row_bytes as u64).sum();
-        // A slot loses up to three blocks to alignment, and each list ends with what is left.
-        bytes / (slot.saturating_sub(3 * crate::segment::block()).max(1) as u64) + sources.len() as u64
+        // `cut` fills a slot at least half; and each list ends with what is left.
+        bytes / (slot / 2).max(crate::segment::block()) as u64 + sources.len() as u64
     };
     let (all, largest) = walk.iter().map(count).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
     all.min(LISTED as u64 + 2 * largest) * LISTED_BYTES

@@ -11,6 +11,7 @@ use k3_platform::io::{Disk, Mode, Source};
 use k3_platform::plan::Request;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Everything that must not change a bit.
 #[derive(Debug, Clone, Copy)]
@@ -80,6 +81,17 @@ pub(crate) fn open(dir: &Path, mode: Mode) -> Result<Checkpoint, Error> {
 
 /// The engine for a request on this checkpoint.
 pub(crate) fn engine(checkpoint: Checkpoint, how: &How, prompt: usize, context: usize) -> Result<Engine, Error> {
+    engine_with(checkpoint, how, prompt, context, Arc::default())
+}
+
+/// The same with a flag that stops it.
+pub(crate) fn engine_with(
+    checkpoint: Checkpoint,
+    how: &How,
+    prompt: usize,
+    context: usize,
+    stop: Arc<AtomicBool>,
+) -> Result<Engine, Error> {
     let request = Request {
         budget: how.budget,
         context,
@@ -91,7 +103,7 @@ pub(crate) fn engine(checkpoint: Checkpoint, how: &How, prompt: usize, context: 
         touched: 0,
     };
     let plan = checkpoint.plan(&request, 0)?;
-    Engine::new(checkpoint, plan, how.backend)
+    Engine::new(checkpoint, plan, how.backend, stop)
 }
 
 /// Runs a prompt and `max` greedy tokens.

@@ -1,13 +1,13 @@
 //! Passes that are stopped half-way leave nothing behind that a later one could trip over.
 
-use crate::run::{How, engine, run};
+use crate::run::{How, engine, engine_with, run};
 use k3_core::view::TokenId;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Faults, Faulty, Mode};
 use k3_tests::checkpoints;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The story: a pass is stopped while experts and trunk are on their way. Their reads arrive in the
@@ -29,8 +29,9 @@ fn a_stopped_pass_does_not_disturb_the_next_one() {
             other => panic!("not refused: {other:?}"),
         };
         let checkpoint = Checkpoint::open(dir, source).expect("open");
-        let mut engine = engine(checkpoint, &How { budget: floor + more, ..base }, 4, 4).expect("an engine");
-        let stop = engine.stop_flag();
+        let stop = Arc::new(AtomicBool::new(false));
+        let how = How { budget: floor + more, ..base };
+        let mut engine = engine_with(checkpoint, &how, 4, 4, Arc::clone(&stop)).expect("an engine");
         let mut logits = vec![0.0; 4 * vocab];
         let (mut stopped, mut finished) = (0, 0);
         for attempt in 0..30u64 {

@@ -9,6 +9,12 @@ use crate::view::{ExpertId, LayerIndex, TokenId};
 pub enum Place {
     /// The embedding row.
     Embedding,
+    /// A vector of the weights.
+    Weight(Tensor),
+    /// The product of a matrix with its input.
+    Product(Tensor),
+    /// The inside of a routed expert.
+    Expert(LayerIndex, ExpertId),
     /// The running sum after the attention of a layer.
     Attention(LayerIndex),
     /// The router's biased scores in a layer.
@@ -23,6 +29,9 @@ impl core::fmt::Display for Place {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match *self {
             Self::Embedding => f.write_str("in the embedding"),
+            Self::Weight(tensor) => write!(f, "in {tensor}"),
+            Self::Product(tensor) => write!(f, "in the product with {tensor}"),
+            Self::Expert(l, e) => write!(f, "in expert {} of layer {}", e.0, l.0),
             Self::Attention(l) => write!(f, "after the attention of layer {}", l.0),
             Self::Router(l) => write!(f, "in the router of layer {}", l.0),
             Self::Mlp(l) => write!(f, "after the MLP of layer {}", l.0),

@@ -79,7 +79,7 @@ impl<X: Executor> Model<'_, X> {
     ) -> Result<(), ForwardError<W::Error>> {
         let wanted = self.admit(state, workspace, ids, logits)?;
         state.torn = true;
-        let mut pass = Pass { model: *self, weights, n: ids.len() };
+        let mut pass = Pass { model: *self, weights, n: ids.len(), start: state.position };
         pass.run(state, workspace, ids, wanted, logits, observer)?;
         state.position += ids.len();
         state.torn = false;
@@ -114,7 +114,7 @@ impl<X: Executor> Model<'_, X> {
             return Err(ForwardError::ContextFull { needed, context });
         }
         state.torn = true;
-        let mut pass = Pass { model: *self, weights, n };
+        let mut pass = Pass { model: *self, weights, n, start: state.position };
         pass.layer_vectors(layer, &mut workspace.vectors)?;
         let Workspace { vectors, products, kda, mla, .. } = workspace;
         pass.attention(layer, state, x, vectors, products, (kda, mla), y)?;
@@ -140,7 +140,7 @@ impl<X: Executor> Model<'_, X> {
         observer: &mut impl Observer,
     ) -> Result<(), ForwardError<W::Error>> {
         let n = self.admit_vectors(workspace, x, y)?;
-        let mut pass = Pass { model: *self, weights, n };
+        let mut pass = Pass { model: *self, weights, n, start: 0 };
         pass.layer_vectors(layer, &mut workspace.vectors)?;
         let Workspace { residual, vectors, products, moe, .. } = workspace;
         let routed = &mut residual.mixed[..x.len()];
@@ -199,6 +199,8 @@ struct Pass<'p, X, W> {
     model: Model<'p, X>,
     weights: &'p mut W,
     n: usize,
+    /// Positions before the chunk.
+    start: usize,
 }
 
 type Step<W> = Result<(), ForwardError<<W as Weights>::Error>>;
@@ -215,7 +217,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     ) -> Step<W> {
         let Model { config: c, backend, exec } = self.model;
         let (n, hidden, eps) = (self.n, c.hidden_size, c.rms_norm_eps);
-        let start = state.position;
+        let start = self.start;
         let Workspace { residual, vectors, products, kda, mla, moe, .. } = ws;
         let (mixed, x, y) =
             (&mut residual.mixed[..n * hidden], &mut residual.x[..n * hidden], &mut residual.y[..n * hidden]);
@@ -359,7 +361,11 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
                 whole = true;
             })
             .map_err(ForwardError::Weights)?;
-        if whole { Ok(()) } else { Err(ForwardError::Incomplete { tensor }) }
+        if !whole {
+            return Err(ForwardError::Incomplete { tensor });
+        }
+        // Sigmoids and caps would turn an infinity into an ordinary number.
+        finite(out, out.len(), self.start, Place::Weight(tensor))
     }
 
     /// All vectors of a layer, in the walk order of [`crate::checkpoint::layer_tensors`].
@@ -412,7 +418,10 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
                 }
             })
             .map_err(ForwardError::Weights)?;
-        if whole { Ok(()) } else { Err(ForwardError::Incomplete { tensor }) }
+        if !whole {
+            return Err(ForwardError::Incomplete { tensor });
+        }
+        finite(out, out.len(), self.start, Place::Weight(tensor))
     }
 
     /// `out[t] = rms(x[t], weight)` with `rms_norm_eps`.
@@ -446,7 +455,12 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     /// `out[position, row] = matrix[row] . x[position]`.
     fn linear(&mut self, tensor: Tensor, x: &Panel<'_>, tile: &mut [f32], out: &mut [f32]) -> Step<W> {
         let Model { backend, exec, .. } = self.model;
-        self.blocks(tensor, |first, block| multiply(backend, exec, block, first, x, tile, out))
+        self.blocks(tensor, |first, block| multiply(backend, exec, block, first, x, tile, out))?;
+        if matches!(tensor, Tensor::Global(_)) {
+            // Logits name their id.
+            return Ok(());
+        }
+        finite(out, out.len() / x.positions(), self.start, Place::Product(tensor))
     }
 
     /// Delta attention (spec 3.3): `y = KDA(x)`.
@@ -641,7 +655,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         // Each expert, whenever it lands, into the slots of its picks; then the sum in rank order.
         let slots = &mut s.slots[..n * k * width];
         let (rows, eg, eu) = (&mut *s.rows, &mut *s.gate, &mut *s.up);
-        let mut wrong = None;
+        let (mut wrong, mut infinite) = (None, None);
         let each = &mut |i: usize, expert: Expert<'_>| {
             let Some(arrived) = arrived.get_mut(i) else { return };
             *arrived += 1;
@@ -659,6 +673,9 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             let pz = backend.pack(Layout::Mxfp4, rows, width, m, panel);
             multiply(backend, exec, expert.w1, 0, &pz, tile, eg);
             multiply(backend, exec, expert.w3, 0, &pz, tile, eu);
+            if let Some(at) = eg.iter().zip(&*eu).position(|(g, u)| !(g.is_finite() && u.is_finite())) {
+                infinite = infinite.or(Some((i, pairs[at / inner] as usize / k)));
+            }
             situ(backend, exec, c, eg, eu);
             let pi = backend.pack(Layout::Mxfp4, eg, inner, m, panel);
             multiply(backend, exec, expert.w2, 0, &pi, tile, rows);
@@ -669,6 +686,10 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         self.weights.experts(layer, groups.distinct, each).map_err(ForwardError::Weights)?;
         if let Some(i) = wrong.or_else(|| arrived.iter().position(|&times| times != 1)) {
             return Err(ForwardError::Expert { layer, expert: groups.distinct[i] });
+        }
+        if let Some((i, position)) = infinite {
+            let place = Place::Expert(layer, groups.distinct[i]);
+            return Err(ForwardError::NonFinite { position: start + position, place });
         }
         let sum = &mut s.sum[..n * width];
         exec.run(Parts::new(sum, width), |i, sum| {

@@ -29,9 +29,10 @@ impl<'a> Groups<'a> {
             starts[id as usize] += 1;
         }
         let (mut sum, mut found) = (0, 0);
-        for (id, start) in (0..).map(ExpertId).zip(starts.iter_mut()) {
+        for (id, start) in starts.iter_mut().enumerate() {
             if *start > 0 {
-                distinct[found] = id;
+                // The config holds no more experts than there are ids.
+                distinct[found] = ExpertId(u16::try_from(id).unwrap_or(u16::MAX));
                 found += 1;
             }
             sum += *start;
