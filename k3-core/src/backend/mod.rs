@@ -30,11 +30,13 @@
 //! threads, with one shared [`Panel`].
 #![expect(unsafe_code, reason = "kernels for CPU features that the holder of a Backend has detected")]
 
-#[cfg(target_arch = "x86_64")]
+// Without SSE2 the target passes floats in integer registers (kernels, firmware), and the compiler
+// has no vectors to lower these to.
+#[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod avx2;
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod avx512;
-#[cfg(target_arch = "x86_64")]
+#[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod lanes;
 mod scalar;
 #[cfg(test)]
@@ -202,7 +204,7 @@ impl Backend {
     /// 256-bit kernels, if the CPU and the operating system have AVX2 and FMA.
     #[must_use]
     pub fn avx2() -> Option<Self> {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
         if avx2::detected() {
             return Some(Self { table: &avx2::TABLE });
         }
@@ -212,7 +214,7 @@ impl Backend {
     /// 512-bit kernels, if the CPU and the operating system have AVX-512 F, DQ, BW and VL.
     #[must_use]
     pub fn avx512() -> Option<Self> {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
         if avx512::detected() {
             return Some(Self { table: &avx512::TABLE });
         }
