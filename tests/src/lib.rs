@@ -12,6 +12,13 @@ pub fn checkpoints() -> Vec<PathBuf> {
     found
 }
 
+/// The project's own checkpoints that come with expected outputs.
+#[must_use]
+pub fn own() -> Vec<PathBuf> {
+    let all = ["tiny", "demo"].map(|name| root().join("fixtures").join(name));
+    all.into_iter().filter(|dir| dir.join("expected.json").exists()).collect()
+}
+
 /// The workspace's folder.
 #[must_use]
 pub fn root() -> PathBuf {

@@ -2,7 +2,7 @@
 
 use crate::run::{How, run};
 use k3_core::view::TokenId;
-use k3_tests::{checkpoints, floats, json};
+use k3_tests::{checkpoints, floats, json, own};
 use serde_json::Value;
 use std::path::Path;
 
@@ -81,6 +81,46 @@ fn check(dir: &Path, prompt: &Value, tolerance: &Value) {
             assert_eq!(at, want.len());
         }
     }
+}
+
+/// The project's own fixtures keep what their reference gives after the last id of the prompt.
+#[test]
+fn outputs_are_those_of_the_project_s_reference() {
+    let mut checked = 0;
+    for dir in own() {
+        let expected = json(&dir.join("expected.json"));
+        for prompt in expected["prompts"].as_array().expect("prompts") {
+            let (input, greedy) = (ids(&prompt["ids"]), ids(&prompt["greedy_ids"]));
+            let k = prompt["router_ids"][0].as_array().expect("router ids").len();
+            for incremental in [true, false] {
+                let how = How { incremental, chunk: Some(input.len()), ..How::default() };
+                let out = run(&dir, &how, &input, greedy.len()).expect("a run");
+                assert_eq!(out.generated, greedy, "{}, incremental: {incremental}", dir.display());
+                let close = |what: &str, found: &[f32], expected: &Value, limit: f64| {
+                    let expected = k3_tests::flat(expected);
+                    assert_eq!(found.len(), expected.len(), "{what}");
+                    let gap = found.iter().zip(expected).map(|(&a, b)| (f64::from(a) - b).abs()).fold(0.0, f64::max);
+                    assert!(gap <= limit, "{}: {what} differs by {gap}", dir.display());
+                };
+                let vocab = out.logits.len() / (input.len() + greedy.len());
+                let row = &out.logits[(input.len() - 1) * vocab..input.len() * vocab];
+                close("logits", row, &prompt["logits"], LOGITS);
+                let hidden = out.hidden.last().expect("layers");
+                let width = hidden.len() / input.len();
+                let last = &hidden[(input.len() - 1) * width..];
+                close("hidden", last, &prompt["hidden_last"], HIDDEN * deviation(hidden).max(1.0));
+                let mut router = Vec::new();
+                for (_, ids, _) in &out.routed {
+                    let mut ids = ids[ids.len() - k..].to_vec();
+                    ids.sort_unstable();
+                    router.extend(ids.into_iter().map(f64::from));
+                }
+                assert_eq!(router, k3_tests::flat(&prompt["router_ids"]), "{}: router", dir.display());
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 4, "{checked} runs were checked");
 }
 
 #[test]
