@@ -80,6 +80,7 @@ impl From<Error> for Failure {
             | Error::Structure { .. }
             | Error::UnknownTensor { .. }
             | Error::Duplicate { .. }
+            | Error::ShortIndex { .. }
             | Error::MissingTensors { .. }
             | Error::NotInShard { .. }
             | Error::Shape { .. }

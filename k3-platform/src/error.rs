@@ -68,6 +68,15 @@ pub enum Error {
         /// The tensor.
         name: String,
     },
+    /// The index is too short to name every tensor of the model, whatever it says.
+    ShortIndex {
+        /// The index.
+        path: PathBuf,
+        /// Its length (bytes).
+        len: u64,
+        /// Tensors of the model in `config.json`.
+        tensors: u64,
+    },
     /// Tensors of the model that the index does not have.
     MissingTensors {
         /// The index.
@@ -183,6 +192,12 @@ impl std::fmt::Display for Error {
                 write!(f, "{}: tensor {name:?} is not part of the model in config.json", path.display())
             }
             Self::Duplicate { path, name } => write!(f, "{}: tensor {name} is named twice", path.display()),
+            Self::ShortIndex { path, len, tensors } => write!(
+                f,
+                "{}: a file of {len} bytes cannot hold the \"weight_map\" of the {tensors} tensors of the model in \
+                 config.json",
+                path.display()
+            ),
             Self::MissingTensors { path, first, count } => {
                 write!(f, "{}: {count} tensors of the model are not named, the first is {first}", path.display())
             }

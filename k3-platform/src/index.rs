@@ -5,6 +5,7 @@
 //! numbers. The 60 MB of `model.safetensors.index.json` are read in windows, the headers of a few
 //! shards at a time; nothing is allocated by a length a file claims.
 
+use crate::aligned::AllocError;
 use crate::error::Error;
 use crate::io::{ReadAt, Source, read_exact_at};
 use crate::segment::Place;
@@ -28,6 +29,10 @@ const MANY: usize = 65_000;
 
 /// Headers that are read at the same time. Each holds its text meanwhile, 0.8 MB in the release.
 const AT_ONCE: usize = 4;
+
+/// No entry of a `weight_map` is shorter than this (bytes): the shortest name a tensor of the model
+/// has (`language_model.lm_head.weight`), the least name of a file, quotes, colon and comma.
+const ENTRY: u64 = 36;
 
 /// No shard.
 const NOWHERE: u16 = u16::MAX;
@@ -90,6 +95,15 @@ fn scan(
     }
 }
 
+/// Memory for `count` values, refused by an error where the system has none.
+fn filled<T: Clone>(count: usize, value: T) -> Result<Vec<T>, AllocError> {
+    let mut values = Vec::new();
+    let bytes = count.saturating_mul(size_of::<T>());
+    values.try_reserve_exact(count).map_err(|_| AllocError { bytes })?;
+    values.resize(count, value);
+    Ok(values)
+}
+
 fn decode<'b>(path: &Path, text: &Str<'_>, buffer: &'b mut [u8; NAME]) -> Result<&'b str, Error> {
     text.decode_into(buffer).map_err(|_| Error::Structure {
         path: path.to_owned(),
@@ -107,18 +121,23 @@ impl Index {
     pub fn open(dir: &Path, source: &dyn Source, config: &ModelConfig) -> Result<Self, Error> {
         let path = dir.join("model.safetensors.index.json");
         let file = source.open_cached(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
+        let expected = checkpoint::census(config).total().tensors;
+        // The config alone may ask for 400 million tensors, which would be 4 GB of slots.
+        let len = file.len().map_err(|source| Error::Open { path: path.clone(), source })?;
+        if len < expected.saturating_mul(ENTRY) {
+            return Err(Error::ShortIndex { path, len, tensors: expected });
+        }
         let count = checkpoint::slot_count(config);
         let mut index = Self {
             shards: Vec::new(),
-            shard_of: vec![NOWHERE; count],
-            offset_of: vec![0; count],
+            shard_of: filled(count, NOWHERE)?,
+            offset_of: Vec::new(),
             odd: HashMap::new(),
             ignored: 0,
         };
         let (known, ignored) = index.read_map(&path, &*file, config)?;
         index.ignored = ignored.len();
         // None is unknown and none was named twice, so their number says whether one is missing.
-        let expected = checkpoint::census(config).total().tensors;
         if known != expected {
             let missing = |&t: &Tensor| index.shard_of[checkpoint::slot(t, config)] == NOWHERE;
             let mut missing = checkpoint::expected(config).filter(missing);
@@ -127,6 +146,8 @@ impl Index {
             }
         }
 
+        // Only now, when the index has named every tensor there is a slot for.
+        index.offset_of = filled(count, 0)?;
         let mut files = Vec::new();
         let mut absent = Vec::new();
         for shard in &index.shards {

@@ -257,6 +257,37 @@ fn configs_that_lie() {
     });
 }
 
+/// A config within all limits asks for four gigabytes of index; the files beside it have no room for
+/// a fraction of the names.
+#[test]
+fn a_config_of_more_tensors_than_the_index_can_name_is_refused_before_any_memory() {
+    let copy = Copy::new();
+    copy.edit_json("config.json", |v| {
+        let text = v["text_config"].as_object_mut().expect("text_config");
+        text.insert("num_hidden_layers".to_owned(), json!(1024));
+        text.insert("num_experts".to_owned(), json!(65_536));
+        text["linear_attn_config"]["kda_layers"] = json!((1..1024).collect::<Vec<_>>());
+        text["linear_attn_config"]["full_attn_layers"] = json!([1024]);
+    });
+    let before = peak_memory();
+    let Err(error) = open(&copy.dir, Mode::Buffered) else { panic!("it was accepted") };
+    let grown = peak_memory() - before;
+    let Error::ShortIndex { path, len, tensors } = &error else { panic!("{error}") };
+    assert_eq!(path, &copy.dir.join("model.safetensors.index.json"));
+    assert_eq!(*len, fs::metadata(path).expect("metadata").len());
+    assert!(*tensors > 1023 * 65_536 * 6, "{tensors}");
+    assert!(error.to_string().contains(&tensors.to_string()), "{error}");
+    // Other tests run in this process, but none of them needs a gigabyte.
+    assert!(grown < 1 << 30, "{grown} bytes");
+}
+
+/// The most memory that this process ever had (bytes).
+fn peak_memory() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").expect("status");
+    let line = status.lines().find(|l| l.starts_with("VmHWM:")).expect("VmHWM");
+    line.split_whitespace().nth(1).expect("a number").parse::<u64>().expect("a number") << 10
+}
+
 #[test]
 fn requests_that_cannot_be() {
     let dir = &checkpoints()[0];
