@@ -78,6 +78,7 @@ impl From<Error> for Failure {
             }
             Error::Json { .. }
             | Error::Structure { .. }
+            | Error::TooLong { .. }
             | Error::UnknownTensor { .. }
             | Error::Duplicate { .. }
             | Error::ShortIndex { .. }

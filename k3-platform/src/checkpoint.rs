@@ -12,8 +12,8 @@ use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// `config.json` and the like are not larger than this (bytes).
-const SMALL_FILE: u64 = 64 << 20;
+/// `config.json` and the like are not larger than this (bytes). The released ones have a few thousand.
+pub(crate) const SMALL_FILE: u64 = 1 << 20;
 
 /// A directory whose config, index and shard headers agree with each other and with the files.
 pub struct Checkpoint {
@@ -31,20 +31,19 @@ impl std::fmt::Debug for Checkpoint {
     }
 }
 
-/// Reads a small file whole.
+/// Reads a file of at most `most` bytes whole. Its length is a claim that costs memory outside any
+/// plan, so it is held against what such a file can need before there is a buffer.
 ///
 /// # Errors
-/// [`Error::Open`] and [`Error::Read`].
-pub fn read_small(opener: &dyn Opener, path: &Path) -> Result<Vec<u8>, Error> {
+/// [`Error::TooLong`], [`Error::Open`] and [`Error::Read`].
+pub fn read_small(opener: &dyn Opener, path: &Path, most: u64) -> Result<Vec<u8>, Error> {
     let failed = |source| Error::Open { path: path.to_owned(), source };
     let file = opener.open_cached(path).map_err(failed)?;
     let len = file.len().map_err(failed)?;
-    let len = if len <= SMALL_FILE { usize::try_from(len).ok() } else { None };
-    let Some(len) = len else {
-        let text = format!("the file is larger than {SMALL_FILE} bytes");
-        return Err(failed(std::io::Error::new(std::io::ErrorKind::InvalidData, text)));
-    };
-    let mut bytes = vec![0; len];
+    if len > most {
+        return Err(Error::TooLong { path: path.to_owned(), what: "the file", len, most });
+    }
+    let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
     read_exact_at(&*file, &mut bytes, 0)?;
     Ok(bytes)
 }
@@ -57,7 +56,7 @@ impl Checkpoint {
     /// [`Error`] naming the file and what is wrong with it.
     pub fn open(dir: &Path, opener: Arc<dyn Opener>) -> Result<Self, Error> {
         let path = dir.join("config.json");
-        let bytes = read_small(&*opener, &path)?;
+        let bytes = read_small(&*opener, &path, SMALL_FILE)?;
         let config = ModelConfig::parse(&bytes).map_err(|e| Error::Config { path, source: Box::new(e) })?;
         let index = Index::open(dir, &*opener, &config)?;
         let walk = walk(&config, &index);

@@ -24,6 +24,17 @@ pub enum Error {
         /// The system's answer.
         source: io::Error,
     },
+    /// A file, or a part of it that is read whole, is longer than any of its kind can need to be.
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// The file or the part of it.
+        what: &'static str,
+        /// Its length (bytes).
+        len: u64,
+        /// The most that is read (bytes).
+        most: u64,
+    },
     /// `config.json` is refused.
     Config {
         /// The file.
@@ -182,6 +193,9 @@ impl std::fmt::Display for Error {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Open { path, source } => write!(f, "{}: {source}", path.display()),
+            Self::TooLong { path, what, len, most } => {
+                write!(f, "{}: {what} has {len} bytes, in this model it can have {most} at most", path.display())
+            }
             Self::Config { path, source } => write!(f, "{}: {source}", path.display()),
             Self::Json { path, source } => write!(f, "{}: {source}", path.display()),
             Self::Structure { path, expected, offset } => {

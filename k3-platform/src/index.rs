@@ -3,9 +3,13 @@
 //! The released model has 497,220 tensors in 96 shards. Names are not kept: a tensor of the config
 //! has a number ([`k3_core::checkpoint::slot`]), and the index is two flat arrays over these
 //! numbers. The 60 MB of `model.safetensors.index.json` are read in windows, the headers of a few
-//! shards at a time; nothing is allocated by a length a file claims.
+//! shards at a time.
+//!
+//! A length that a file claims is held against what it has to say before memory is taken for it: the
+//! arrays, against the bytes the index needs to name so many tensors; a header, against the tensors
+//! the index has in its shard.
 
-use crate::aligned::AllocError;
+use crate::aligned::{AlignedBuf, AllocError};
 use crate::error::Error;
 use crate::io::{ReadAt, Source, read_exact_at};
 use crate::segment::Place;
@@ -26,6 +30,12 @@ const NAME: usize = 512;
 
 /// Names of tensors that are not read, and shards: more than any release has, few enough to keep.
 const MANY: usize = 65_000;
+
+/// Bytes that a header may have beside its tensors: `__metadata__`, and the blanks that align the data.
+const HEADER_REST: u64 = 64 << 10;
+
+/// Bytes that a header may have for each tensor of its shard. The release has fewer than 200.
+const HEADER_EACH: u64 = 512;
 
 /// Headers that are read at the same time. Each holds its text meanwhile, 0.8 MB in the release.
 const AT_ONCE: usize = 4;
@@ -135,7 +145,7 @@ impl Index {
             odd: HashMap::new(),
             ignored: 0,
         };
-        let (known, ignored) = index.read_map(&path, &*file, config)?;
+        let Map { known, ignored, counts } = index.read_map(&path, &*file, config)?;
         index.ignored = ignored.len();
         // None is unknown and none was named twice, so their number says whether one is missing.
         if known != expected {
@@ -162,7 +172,7 @@ impl Index {
         if let Some(path) = absent.first() {
             return Err(Error::MissingShard { path: path.clone(), count: absent.len() });
         }
-        let found = index.read_headers(&files, source, config, &ignored)?;
+        let found = index.read_headers(&files, &counts, source, config, &ignored)?;
         if found != expected + ignored.len() as u64 {
             // Each tensor of a shard was looked up in the index, so only the reverse can be wrong.
             return Err(index.unfound(dir, config, &ignored));
@@ -170,15 +180,10 @@ impl Index {
         Ok(index)
     }
 
-    /// The `weight_map`. Returns how many tensors of the model it has, and the ignored names with
-    /// their shards.
-    fn read_map(
-        &mut self,
-        path: &Path,
-        file: &dyn ReadAt,
-        config: &ModelConfig,
-    ) -> Result<(u64, HashMap<String, u16>), Error> {
+    /// The `weight_map`.
+    fn read_map(&mut self, path: &Path, file: &dyn ReadAt, config: &ModelConfig) -> Result<Map, Error> {
         let mut known = 0;
+        let mut counts: Vec<u64> = Vec::new();
         let mut numbers: HashMap<String, u16> = HashMap::new();
         let mut ignored: HashMap<String, u16> = HashMap::new();
         let (mut inside, mut seen) = (false, false);
@@ -217,10 +222,12 @@ impl Index {
                             let number = u16::try_from(self.shards.len()).ok().filter(|&n| usize::from(n) < MANY);
                             let number = number.ok_or_else(|| structure("fewer shards", offset))?;
                             self.shards.push(Shard { name: name.to_owned(), len: 0 });
+                            counts.push(0);
                             numbers.insert(name.to_owned(), number);
                             number
                         }
                     };
+                    counts[usize::from(number)] += 1;
                     match member.take() {
                         Some(Ok(tensor)) => {
                             let slot = checkpoint::slot(tensor, config);
@@ -252,19 +259,20 @@ impl Index {
         if !seen {
             return Err(structure("a \"weight_map\"", 0));
         }
-        Ok((known, ignored))
+        Ok(Map { known, ignored, counts })
     }
 
     /// The headers of all shards. Returns how many tensors they have.
     fn read_headers(
         &mut self,
         files: &[PathBuf],
+        counts: &[u64],
         source: &dyn Source,
         config: &ModelConfig,
         ignored: &HashMap<String, u16>,
     ) -> Result<u64, Error> {
         let offsets: Vec<AtomicU64> = std::mem::take(&mut self.offset_of).into_iter().map(AtomicU64::new).collect();
-        let headers = Headers { source, config, ignored, shard_of: &self.shard_of, offset_of: &offsets };
+        let headers = Headers { source, config, ignored, counts, shard_of: &self.shard_of, offset_of: &offsets };
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let results = Mutex::new(Vec::new());
         let work = || {
@@ -345,11 +353,23 @@ impl Index {
     }
 }
 
+/// What the `weight_map` says, besides the shard of each tensor.
+#[derive(Debug)]
+struct Map {
+    /// Tensors of the model that it names.
+    known: u64,
+    /// The other tensors, with their shards.
+    ignored: HashMap<String, u16>,
+    /// Tensors of each shard, of both kinds.
+    counts: Vec<u64>,
+}
+
 /// What the headers are held against, and where their offsets go.
 struct Headers<'a> {
     source: &'a dyn Source,
     config: &'a ModelConfig,
     ignored: &'a HashMap<String, u16>,
+    counts: &'a [u64],
     shard_of: &'a [u16],
     /// Written by several threads, each slot by the one that reads its shard.
     offset_of: &'a [AtomicU64],
@@ -374,7 +394,12 @@ impl Headers<'_> {
             read_exact_at(&*file, &mut prefix, 0)?;
         }
         let len = safetensors::header_len(prefix, file_len).map_err(header_fault)?;
-        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+        let tensors = self.counts.get(number).copied().unwrap_or(0);
+        let most = HEADER_EACH.saturating_mul(tensors).saturating_add(HEADER_REST);
+        if len > most {
+            return Err(Error::TooLong { path, what: "the header", len, most });
+        }
+        let mut bytes = AlignedBuf::zeroed(usize::try_from(len).unwrap_or(usize::MAX))?;
         read_exact_at(&*file, &mut bytes, 8)?;
         let header = safetensors::Header::parse(&bytes, file_len).map_err(header_fault)?;
         let data_start = header.data_start();

@@ -1,7 +1,7 @@
 //! The tokenizer's files of a checkpoint, and the tokenizer over them.
 
 use crate::aligned::AlignedBuf;
-use crate::checkpoint::{Checkpoint, read_small};
+use crate::checkpoint::{Checkpoint, SMALL_FILE, read_small};
 use crate::error::Error;
 use k3_core::carve::Line;
 use k3_core::json::{Event, JsonError, Parser};
@@ -10,6 +10,13 @@ use k3_core::tokenizer::{
 };
 use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
+
+/// Bytes that `tiktoken.model` may have for each id of the model: a line is the base64 of a token and
+/// its rank. Some may be longer: released lines have well under 100 on average.
+const LINE: u64 = 160;
+
+/// Bytes of `tiktoken.model` that are read for a model of any number of ids.
+const RANKS: u64 = 64 << 20;
 
 /// `tiktoken.model` and `tokenizer_config.json`, read, and the memory a [`Vocabulary`] borrows.
 #[derive(Debug)]
@@ -40,17 +47,18 @@ impl VocabularyFiles {
     pub fn open(checkpoint: &Checkpoint) -> Result<Self, Error> {
         let opener = &**checkpoint.opener();
         let path = checkpoint.dir().join("tiktoken.model");
-        let ranks = read_small(opener, &path)?;
+        let ids = checkpoint.config().vocab_size;
+        let ranks = read_small(opener, &path, (64 + LINE.saturating_mul(ids as u64)).min(RANKS))?;
         let lines = Vocab::required(&ranks).map_err(|source| Error::Vocab { path: path.clone(), source })?;
         let arena = AlignedBuf::zeroed_lines(lines)?;
         let config_path = checkpoint.dir().join("tokenizer_config.json");
-        let config = match read_small(opener, &config_path) {
+        let config = match read_small(opener, &config_path, SMALL_FILE) {
             Ok(bytes) => Some(bytes),
             Err(Error::Open { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => None,
             Err(error) => return Err(error),
         };
         let names = vec![0; config.as_ref().map_or(0, Vec::len)];
-        Ok(Self { path, config_path, ranks, config, arena, names, ids: checkpoint.config().vocab_size })
+        Ok(Self { path, config_path, ranks, config, arena, names, ids })
     }
 
     /// Builds the tokenizer; what was read of the files is freed.

@@ -5,6 +5,7 @@ use k3_core::model::ForwardError;
 use k3_core::view::TokenId;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Faults, Faulty, Mode};
+use k3_platform::vocabulary::VocabularyFiles;
 use k3_tests::{checkpoints, copy_dir, json};
 use serde_json::{Value, json};
 use std::fs;
@@ -279,6 +280,47 @@ fn a_config_of_more_tensors_than_the_index_can_name_is_refused_before_any_memory
     assert!(error.to_string().contains(&tensors.to_string()), "{error}");
     // Other tests run in this process, but none of them needs a gigabyte.
     assert!(grown < 1 << 30, "{grown} bytes");
+}
+
+/// Blanks are valid in all these files, and reading them whole costs memory that no plan counts.
+#[test]
+fn padded_files_are_refused_before_they_are_read() {
+    const MIB: usize = 1 << 20;
+    let pad = |c: &Copy, file: &str, bytes: usize| {
+        let path = c.dir.join(file);
+        let mut text = fs::read(&path).expect("read");
+        text.resize(bytes, b'\n');
+        fs::write(path, text).expect("write");
+    };
+    let refusal = |c: &Copy| {
+        let error =
+            open(&c.dir, Mode::Buffered).and_then(|c| VocabularyFiles::open(&c).map(drop)).expect_err("refused");
+        let Error::TooLong { path, len, most, .. } = &error else { panic!("{error}") };
+        assert!(error.to_string().contains(&format!("{len} bytes")), "{error}");
+        (path.clone(), *len, *most)
+    };
+    // 572 ids.
+    for (file, most) in [("config.json", MIB), ("tokenizer_config.json", MIB), ("tiktoken.model", 64 + 160 * 572)] {
+        let copy = Copy::new();
+        pad(&copy, file, most + 1);
+        assert_eq!(refusal(&copy), (copy.dir.join(file), most as u64 + 1, most as u64));
+        pad(&copy, file, most);
+        VocabularyFiles::open(&open(&copy.dir, Mode::Buffered).expect("open")).expect("as long as it may be");
+    }
+    let copy = Copy::new();
+    let shard = copy.shard_of(Q);
+    let bytes = fs::read(&shard).expect("read");
+    let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("len");
+    let header = std::str::from_utf8(&bytes[8..8 + len]).expect("text");
+    let index = json(&copy.dir.join("model.safetensors.index.json"));
+    let name = shard.file_name().and_then(|n| n.to_str()).expect("a name");
+    let tensors = index["weight_map"].as_object().expect("map").values().filter(|&v| v == name).count();
+    let most = (64 << 10) + 512 * tensors;
+    let padded = |bytes: usize| format!("{header}{}", " ".repeat(bytes - header.len()));
+    write_shard(&shard, &padded(most + 1), &bytes[8 + len..]);
+    assert_eq!(refusal(&copy), (shard.clone(), most as u64 + 1, most as u64));
+    write_shard(&shard, &padded(most), &bytes[8 + len..]);
+    open(&copy.dir, Mode::Buffered).expect("as long as it may be");
 }
 
 /// The most memory that this process ever had (bytes).
