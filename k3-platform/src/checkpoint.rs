@@ -99,11 +99,12 @@ impl Checkpoint {
         self.expert_bytes
     }
 
-    /// A set of its shards, numbered as in the index.
+    /// A set of its shards, numbered as in the index. One that is no longer the file whose header was
+    /// read is refused when it is read from.
     #[must_use]
     pub fn files(&self) -> FileSet {
-        let paths = self.index.shards().iter().map(|s| self.dir.join(&s.name)).collect();
-        FileSet::new(Arc::clone(&self.opener), paths, open_limit())
+        let files = self.index.shards().iter().map(|s| (self.dir.join(&s.name), s.stamp)).collect();
+        FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit())
     }
 
     /// Where a row of the embedding lies, and how many bytes it has.

@@ -11,7 +11,7 @@
 
 use crate::aligned::{AlignedBuf, AllocError};
 use crate::error::Error;
-use crate::io::{ReadAt, Source, read_exact_at};
+use crate::io::{ReadAt, Source, Stamp, read_exact_at};
 use crate::segment::Place;
 use k3_core::checkpoint::{self, LayerTensor, Named, Tensor};
 use k3_core::config::ModelConfig;
@@ -54,6 +54,8 @@ pub struct Shard {
     pub name: String,
     /// Its length (bytes).
     pub len: u64,
+    /// Which file it was when its header was read, if the source says so.
+    pub stamp: Option<Stamp>,
 }
 
 /// Where each tensor lies.
@@ -221,7 +223,7 @@ impl Index {
                             }
                             let number = u16::try_from(self.shards.len()).ok().filter(|&n| usize::from(n) < MANY);
                             let number = number.ok_or_else(|| structure("fewer shards", offset))?;
-                            self.shards.push(Shard { name: name.to_owned(), len: 0 });
+                            self.shards.push(Shard { name: name.to_owned(), len: 0, stamp: None });
                             counts.push(0);
                             numbers.insert(name.to_owned(), number);
                             number
@@ -301,7 +303,7 @@ impl Index {
         for (number, result) in results {
             let contents = result?;
             found += contents.tensors;
-            self.shards[number].len = contents.file_len;
+            (self.shards[number].len, self.shards[number].stamp) = (contents.file_len, contents.stamp);
             self.odd.extend(contents.odd);
         }
         Ok(found)
@@ -379,6 +381,7 @@ struct Headers<'a> {
 #[derive(Debug)]
 struct Contents {
     file_len: u64,
+    stamp: Option<Stamp>,
     tensors: u64,
     odd: Vec<(usize, u64)>,
 }
@@ -468,6 +471,6 @@ impl Headers<'_> {
         if end != file_len {
             return Err(Error::Length { path, expected: end, found: file_len });
         }
-        Ok(Contents { file_len, tensors, odd })
+        Ok(Contents { file_len, stamp: file.stamp(), tensors, odd })
     }
 }

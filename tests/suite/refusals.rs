@@ -4,13 +4,14 @@ use crate::run::{How, engine, open, run, run_from};
 use k3_core::model::ForwardError;
 use k3_core::view::TokenId;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Faults, Faulty, Mode};
+use k3_platform::io::{Disk, Faults, Faulty, Mode, ReadAt, Source, Stamp};
 use k3_platform::vocabulary::VocabularyFiles;
 use k3_tests::{checkpoints, copy_dir, json};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tempfile::TempDir;
 
 /// A private copy of the project's own checkpoint.
@@ -466,5 +467,117 @@ fn reads_that_fail_stop_the_run_and_short_ones_do_not() {
         let source = faulty(Faults { fail_read: Some(nth), ..Faults::default() });
         let error = run_from(source, dir, &How::default(), &prompt, 2).expect_err("a read failed");
         assert!(matches!(error, Error::Read(_) | Error::Open { .. }), "read {nth}: {error}");
+    }
+}
+
+/// Renames another file of the same length over a shard: every header and length still holds.
+fn swap(shard: &Path) {
+    let other = shard.with_extension("other");
+    let mut bytes = fs::read(shard).expect("read");
+    bytes.last_mut().into_iter().for_each(|b| *b ^= 1);
+    fs::write(&other, bytes).expect("write");
+    fs::rename(other, shard).expect("rename");
+}
+
+fn names_the_swapped(error: &Error, shard: &Path) {
+    assert!(matches!(error, Error::Read(e) if e.path == shard), "{error}");
+    assert!(error.to_string().contains("changed while in use"), "{error}");
+}
+
+#[test]
+fn a_shard_swapped_after_opening_stops_the_run() {
+    let prompt = [TokenId(1), TokenId(2)];
+    for tensor in [Q, "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"] {
+        for mode in [Mode::Direct, Mode::Buffered] {
+            let copy = Copy::new();
+            let checkpoint = open(&copy.dir, mode).expect("open");
+            let mut logits = vec![7.0; 2 * checkpoint.config().vocab_size];
+            let shard = copy.shard_of(tensor);
+            swap(&shard);
+            let how = How { mode, ..How::default() };
+            let result = engine(checkpoint, &how, 2, 4).and_then(|mut e| e.step(&prompt, &mut logits, &mut ()));
+            names_the_swapped(&result.expect_err("refused"), &shard);
+            assert!(logits.iter().all(|v| v.to_bits() == 7f32.to_bits()), "{tensor}: logits of a mixture");
+        }
+    }
+}
+
+/// A source with one descriptor, which swaps a shard before the open of a given number.
+struct Scarce {
+    disk: Disk,
+    open: Arc<AtomicUsize>,
+    opened: AtomicUsize,
+    swap_at: usize,
+    shard: PathBuf,
+}
+
+struct Held(Arc<dyn ReadAt>, Arc<AtomicUsize>);
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.1.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl ReadAt for Held {
+    fn len(&self) -> std::io::Result<u64> {
+        self.0.len()
+    }
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        self.0.read_at(buf, offset)
+    }
+    fn alignment(&self) -> usize {
+        self.0.alignment()
+    }
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+    fn stamp(&self) -> Option<Stamp> {
+        self.0.stamp()
+    }
+}
+
+impl Source for Scarce {
+    fn open(&self, path: &Path) -> std::io::Result<Arc<dyn ReadAt>> {
+        let held = Held(self.disk.open(path)?, Arc::clone(&self.open));
+        if self.open.fetch_add(1, Ordering::SeqCst) > 0 {
+            // What a process out of descriptors is told.
+            return Err(std::io::Error::from_raw_os_error(24));
+        }
+        if self.opened.fetch_add(1, Ordering::SeqCst) == self.swap_at {
+            drop(held);
+            swap(&self.shard);
+            return self.open(path);
+        }
+        Ok(Arc::new(held))
+    }
+
+    fn open_cached(&self, path: &Path) -> std::io::Result<Arc<dyn ReadAt>> {
+        self.disk.open_cached(path)
+    }
+}
+
+#[test]
+fn a_shard_swapped_while_it_was_closed_stops_the_run() {
+    let prompt: Vec<_> = (1..5).map(TokenId).collect();
+    let source = |copy: &Copy, swap_at| {
+        let (open, opened) = (Arc::default(), AtomicUsize::new(0));
+        Arc::new(Scarce { disk: Disk::new(Mode::Buffered), open, opened, swap_at, shard: copy.shard_of(Q) })
+    };
+    // The least memory, so that layers are read again for each token.
+    let copy = Copy::new();
+    let floor = match engine(open(&copy.dir, Mode::Direct).expect("open"), &How { budget: 0, ..How::default() }, 4, 7) {
+        Err(Error::Budget(refusal)) => refusal.floor,
+        other => panic!("a budget of nothing was not refused: {other:?}"),
+    };
+    let how = How { budget: floor, ..How::default() };
+    let whole = source(&copy, usize::MAX);
+    run_from(Arc::clone(&whole) as _, &copy.dir, &how, &prompt, 3).expect("one descriptor is enough");
+    let opened = whole.opened.load(Ordering::SeqCst);
+    assert!(opened > 60, "{opened} opens");
+    for swap_at in [0, 1, opened / 4, opened / 2] {
+        let copy = Copy::new();
+        let error = run_from(source(&copy, swap_at), &copy.dir, &how, &prompt, 3).expect_err("swapped");
+        names_the_swapped(&error, &copy.shard_of(Q));
     }
 }

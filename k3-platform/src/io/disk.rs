@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{Advice, AtFlags, Mode as Permissions, OFlags, StatxFlags};
 
-use super::{MAX_ALIGNMENT, ReadAt, Source};
+use super::{MAX_ALIGNMENT, ReadAt, Source, Stamp};
 
 /// How files are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -70,7 +70,7 @@ impl Source for Disk {
 pub struct File {
     file: fs::File,
     path: PathBuf,
-    len: u64,
+    stamp: Stamp,
     /// Alignment of direct reads, in bytes.
     align: usize,
     direct: AtomicBool,
@@ -102,7 +102,7 @@ impl File {
         let this = Self {
             file,
             path: path.to_owned(),
-            len: meta.len(),
+            stamp: Stamp::of(&meta),
             align: align.unwrap_or(1),
             direct: AtomicBool::new(direct),
             discard: mode == Mode::Discarded,
@@ -156,7 +156,7 @@ fn direct_alignment(file: &fs::File) -> Option<usize> {
 
 impl ReadAt for File {
     fn len(&self) -> io::Result<u64> {
-        Ok(self.len)
+        Ok(self.stamp.len)
     }
 
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
@@ -190,6 +190,10 @@ impl ReadAt for File {
 
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn stamp(&self) -> Option<Stamp> {
+        Some(self.stamp)
     }
 }
 
@@ -255,6 +259,28 @@ mod tests {
         let window = super::super::Window::new(5000, 1000, 4096).unwrap();
         read_window(&file, &mut buf, window).unwrap();
         assert_eq!(buf[window.range()], bytes(5000, 1000));
+    }
+
+    #[test]
+    fn a_stamp_is_the_same_until_the_file_is_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = write(&dir, "f", 10_000);
+        let stamp = |mode| Disk::new(mode).file(&path).unwrap().stamp().unwrap();
+        let first = stamp(Mode::Direct);
+        let file = Disk::new(Mode::Direct).file(&path).unwrap();
+        read_exact_at(&file, &mut [0; 100], 5).unwrap();
+        assert!(first.len == 10_000 && first == stamp(Mode::Buffered) && first == stamp(Mode::Discarded));
+        std::fs::rename(write(&dir, "g", 10_000), &path).unwrap();
+        let second = stamp(Mode::Direct);
+        assert_ne!(first.ino, second.ino);
+        // A clock as coarse as ten milliseconds stamps what is written after.
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        write(&dir, "f", 10_000);
+        let file = fs::File::options().write(true).open(&path).unwrap();
+        file.set_modified(std::time::UNIX_EPOCH + std::time::Duration::new(5, 7)).unwrap();
+        let third = stamp(Mode::Direct);
+        assert_eq!((third.ino, third.len, third.mtime), (second.ino, second.len, (5, 7)));
+        assert_ne!(third.ctime, second.ctime);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{ReadAt, Source};
+use super::{ReadAt, Source, Stamp};
 
 /// What goes wrong, and how often. The default is nothing.
 #[derive(Debug, Clone, Default)]
@@ -114,6 +114,10 @@ impl ReadAt for FaultyFile {
 
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn stamp(&self) -> Option<Stamp> {
+        self.file.stamp()
     }
 }
 

@@ -70,6 +70,46 @@ pub trait ReadAt: Send + Sync {
 
     /// Where the file is, for messages.
     fn path(&self) -> &Path;
+
+    /// Which file it is and when it was last written to, as of when it was opened; `None`, the
+    /// default, if that is not known. As far as a file system can tell, two opens of a path with the
+    /// same stamp read the same bytes.
+    fn stamp(&self) -> Option<Stamp> {
+        None
+    }
+}
+
+/// What tells a file from any other at its path, and from itself before it was written to.
+///
+/// A length is not enough: a download of another version may be renamed over a shard of the same
+/// length, and its bytes would be mixed with those of the shard that was checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    /// Device of the file system.
+    pub dev: u64,
+    /// The file's number in it.
+    pub ino: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// When the contents last changed: seconds and nanoseconds. Whoever writes can set it back.
+    pub mtime: (i64, i64),
+    /// When contents or attributes last changed. Nobody can set it.
+    pub ctime: (i64, i64),
+}
+
+impl Stamp {
+    /// The stamp in what the system says of an open file.
+    #[must_use]
+    pub fn of(meta: &std::fs::Metadata) -> Self {
+        use std::os::unix::fs::MetadataExt as _;
+        Self {
+            dev: meta.dev(),
+            ino: meta.ino(),
+            len: meta.len(),
+            mtime: (meta.mtime(), meta.mtime_nsec()),
+            ctime: (meta.ctime(), meta.ctime_nsec()),
+        }
+    }
 }
 
 /// Something that opens files. All reading starts at one of these.

@@ -4,6 +4,10 @@
 //! members of a set open when they are read and close when others need the place, least recently
 //! read first. A file that is being read is never closed; if all places are being read from, the
 //! next reader waits for one.
+//!
+//! A file that opens again must be the one it was: same length, and same [`Stamp`] where the source
+//! has them. A set can be told the stamps of files that were read before it was made, so that what
+//! was checked in them still holds.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
-use super::{MAX_ALIGNMENT, ReadAt, Source};
+use super::{MAX_ALIGNMENT, ReadAt, Source, Stamp};
 
 /// How many files a set should keep open in this process: half of the soft limit on descriptors,
 /// between 1 and 256. The other half is for whoever else opens files.
@@ -22,8 +26,8 @@ pub fn open_limit() -> usize {
     usize::try_from(soft / 2).unwrap_or(usize::MAX).clamp(1, 256)
 }
 
-/// A file had another length when it was opened again, so it is not the file it was. Comes inside an
-/// [`io::Error`] of kind [`io::ErrorKind::InvalidData`].
+/// A file had another length or [`Stamp`] when it was opened again, so it is not the file it was. Comes
+/// inside an [`io::Error`] of kind [`io::ErrorKind::InvalidData`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Changed {
     /// Length when first opened, in bytes.
@@ -34,7 +38,13 @@ pub struct Changed {
 
 impl std::fmt::Display for Changed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "the file changed while in use: it had {} bytes and now has {}", self.was, self.now)
+        let Self { was, now } = self;
+        f.write_str("the file changed while in use: ")?;
+        if was == now {
+            write!(f, "it was replaced or written to, though it has {now} bytes as before")
+        } else {
+            write!(f, "it had {was} bytes and now has {now}")
+        }
     }
 }
 
@@ -55,6 +65,8 @@ struct State {
     slots: Vec<Slot>,
     /// Length and alignment of each file that was ever open.
     facts: Vec<Option<(u64, usize)>>,
+    /// What each file must be: what it was when it was first open, or when the maker of the set read it.
+    stamps: Vec<Option<Stamp>>,
     /// Slots that are not `Closed`.
     open: usize,
     limit: usize,
@@ -73,8 +85,17 @@ impl FileSet {
     /// what it has.
     #[must_use]
     pub fn new(source: Arc<dyn Source>, paths: Vec<PathBuf>, limit: usize) -> Self {
+        Self::with_stamps(source, paths.into_iter().map(|p| (p, None)).collect(), limit)
+    }
+
+    /// The same of files that were read before. Each is refused, by [`Changed`], if its stamp is not
+    /// the one given.
+    #[must_use]
+    pub fn with_stamps(source: Arc<dyn Source>, files: Vec<(PathBuf, Option<Stamp>)>, limit: usize) -> Self {
+        let (paths, stamps): (Vec<_>, Vec<_>) = files.into_iter().unzip();
         let slots = paths.iter().map(|_| Slot::Closed).collect();
-        let state = State { slots, facts: vec![None; paths.len()], open: 0, limit: limit.max(1), clock: 0 };
+        let facts = vec![None; paths.len()];
+        let state = State { slots, facts, stamps, open: 0, limit: limit.max(1), clock: 0 };
         Self(Arc::new(Inner { source, paths, state: Mutex::new(state), changed: Condvar::new() }))
     }
 
@@ -153,17 +174,20 @@ impl Inner {
         let file = self.source.open(&self.paths[index])?;
         let now = file.len()?;
         let align = file.alignment();
+        let stamp = file.stamp();
         std::mem::forget(place);
         let mut state = self.lock();
-        if let Some((was, _)) = state.facts[index]
-            && was != now
-        {
+        let known = state.stamps[index];
+        let same = known.is_none() || stamp.is_none() || known == stamp;
+        let was = known.map(|s| s.len).or_else(|| state.facts[index].map(|f| f.0)).unwrap_or(now);
+        if !same || was != now {
             drop(state);
             drop(file);
             drop(Place { set: self, index });
             return Err(io::Error::new(io::ErrorKind::InvalidData, Changed { was, now }));
         }
         state.facts[index] = Some((now, align));
+        state.stamps[index] = known.or(stamp);
         let used = state.clock;
         state.slots[index] = Slot::Open { file, users: 0, used };
         self.changed.notify_all();
@@ -269,6 +293,11 @@ impl ReadAt for Member {
     fn path(&self) -> &Path {
         &self.set.paths[self.index]
     }
+
+    fn stamp(&self) -> Option<Stamp> {
+        self.facts().ok()?;
+        self.set.lock().stamps[self.index]
+    }
 }
 
 #[cfg(test)]
@@ -311,6 +340,9 @@ mod tests {
         }
         fn path(&self) -> &Path {
             self.0.path()
+        }
+        fn stamp(&self) -> Option<Stamp> {
+            self.0.stamp()
         }
     }
 
@@ -393,6 +425,45 @@ mod tests {
         assert!(error.to_string().contains("had 5000 bytes and now has 4999"), "{error}");
         read_exact_at(&*b, &mut [0; 4], 0).unwrap();
         assert!(set.file(2).is_none() && set.len() == 2 && !set.is_empty());
+    }
+
+    #[test]
+    fn a_file_of_the_same_length_is_not_the_same_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = shards(&dir, 3);
+        let swap = |shard: &str| {
+            let len = usize::try_from(std::fs::metadata(dir.path().join(shard)).unwrap().len()).unwrap();
+            std::fs::rename(write(&dir, "other", len), dir.path().join(shard)).unwrap();
+        };
+        let changed = |file: &dyn ReadAt| {
+            let error = read_exact_at(file, &mut [0; 4], 0).unwrap_err();
+            assert!(error.to_string().contains("replaced or written to"), "{error}");
+            assert_eq!(error.path, file.path());
+        };
+        // Between two reads, when it had to be closed.
+        let set = FileSet::new(Arc::new(Disk::default()), paths.clone(), 1);
+        let files: Vec<_> = (0..3).map(|i| set.file(i).unwrap()).collect();
+        read_exact_at(&*files[0], &mut [0; 4], 0).unwrap();
+        assert_eq!(files[0].stamp(), Disk::default().file(&paths[0]).unwrap().stamp());
+        read_exact_at(&*files[1], &mut [0; 4], 0).unwrap();
+        swap("shard-0");
+        changed(&*files[0]);
+        changed(&*files[0]);
+        read_exact_at(&*files[1], &mut [0; 4], 0).unwrap();
+        assert_eq!(set.open_files(), 1);
+        // Before the first, when the set knows what was read before it was made.
+        let stamp = |p: &PathBuf| Disk::default().file(p).unwrap().stamp();
+        let known = paths.iter().map(|p| (p.clone(), stamp(p))).collect();
+        swap("shard-2");
+        let set = FileSet::with_stamps(Arc::new(Disk::default()), known, 8);
+        let files: Vec<_> = (0..3).map(|i| set.file(i).unwrap()).collect();
+        read_exact_at(&*files[0], &mut [0; 4], 0).unwrap();
+        changed(&*files[2]);
+        assert!(files[2].len().is_err() && files[2].stamp().is_none());
+        assert_eq!(set.open_files(), 1);
+        // A set that was told nothing has nothing to hold it against.
+        let set = FileSet::new(Arc::new(Disk::default()), paths, 8);
+        read_exact_at(&*set.file(2).unwrap(), &mut [0; 4], 0).unwrap();
     }
 
     #[test]
