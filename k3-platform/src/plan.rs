@@ -3,8 +3,8 @@
 //! Every byte the engine will ever hold is a line of the [`Ledger`], and the run allocates what the
 //! ledger says and nothing else. Order of spending: what is fixed, the context, a ring for the
 //! trunk, a minimum of experts; then whole layers are pinned, from the first one on, and `lm_head`
-//! after the last; only when all of the trunk is pinned does the rest go to the experts, because a
-//! router spreads its choices on purpose.
+//! after the last. What is left when the next layer does not fit, or when all of the trunk is pinned,
+//! goes to the experts: last, because a router spreads its choices on purpose.
 
 use crate::experts::Name;
 use crate::policy::Directory;
@@ -268,7 +268,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let note = format!("{layers} of {} layers{}", c.num_hidden_layers, if head_pinned { " and lm_head" } else { "" });
     ledger.add("pinned trunk", pinned_bytes, note);
 
-    if head_pinned && expert > 0 {
+    if expert > 0 {
         arena = arena.saturating_add(usize::try_from(left / expert).unwrap_or(usize::MAX)).min(experts);
     }
     ledger.add("experts", arena as u64 * expert, format!("{arena} of {experts}, {} each", human(expert)));
