@@ -268,9 +268,8 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let note = format!("{layers} of {} layers{}", c.num_hidden_layers, if head_pinned { " and lm_head" } else { "" });
     ledger.add("pinned trunk", pinned_bytes, note);
 
-    if expert > 0 {
-        arena = arena.saturating_add(usize::try_from(left / expert).unwrap_or(usize::MAX)).min(experts);
-    }
+    let more = left.checked_div(expert).unwrap_or(0);
+    arena = arena.saturating_add(usize::try_from(more).unwrap_or(usize::MAX)).min(experts);
     ledger.add("experts", arena as u64 * expert, format!("{arena} of {experts}, {} each", human(expert)));
     let extent = Extent { chunk: chunk.max(1), context: request.context, width: request.threads };
     let logit_rows = if request.all_logits { extent.chunk } else { 1 };
