@@ -35,6 +35,9 @@ pub(crate) enum Command {
     /// Shows what a memory budget would be spent on, and what a token would cost; runs nothing.
     Plan(Box<Plan>),
 
+    /// Replays an expert trace against arenas of other sizes.
+    Cachesim(Cachesim),
+
     /// Writes a checkpoint of placeholders, for measuring and for tests.
     #[command(hide = true)]
     Synth(Synth),
@@ -52,6 +55,15 @@ pub(crate) enum Io {
     Direct,
     /// Through the page cache.
     Buffered,
+}
+
+/// How experts are chosen to stay in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Experts {
+    /// Those that are asked for most often.
+    Frequency,
+    /// Those that were asked for last.
+    Lru,
 }
 
 /// What every command that runs a model takes.
@@ -81,6 +93,10 @@ pub(crate) struct Common {
     /// How weights are read.
     #[arg(long, value_enum, default_value_t = Io::Direct)]
     pub(crate) io: Io,
+
+    /// Which experts stay in memory.
+    #[arg(long, value_enum, default_value_t = Experts::Frequency)]
+    pub(crate) experts: Experts,
 
     /// Prints one JSON object instead of text.
     #[arg(long)]
@@ -127,12 +143,44 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) parse_special: bool,
 
+    /// Records which experts each pass asks for, for k3 cachesim.
+    #[arg(long, value_name = "FILE", conflicts_with = "no_incremental")]
+    pub(crate) trace: Option<PathBuf>,
+
     /// Writes the logits of every prompt position to a .npy file, f32 [positions, vocabulary].
     #[arg(long, value_name = "FILE.npy")]
     pub(crate) dump_logits: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) common: Common,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Cachesim {
+    /// A trace that k3 run --trace has written.
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+
+    /// Experts the arena holds [default: ten sizes up to all that were ever asked for].
+    #[arg(long, value_name = "N,N", value_delimiter = ',')]
+    pub(crate) slots: Vec<usize>,
+
+    /// FILE holds pairs of i32 (layer, expert) of passes that grow by a position: the ids of the
+    /// first one.
+    #[arg(long, value_name = "IDS")]
+    pub(crate) pairs: Option<std::num::NonZeroUsize>,
+
+    /// Experts a position chooses, for --pairs.
+    #[arg(long, value_name = "K", default_value = "16", requires = "pairs")]
+    pub(crate) chosen: std::num::NonZeroUsize,
+
+    /// Draws the curves, too.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) svg: Option<PathBuf>,
+
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Positions a plan makes room for when none are asked for.

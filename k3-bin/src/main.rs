@@ -1,6 +1,7 @@
 //! The `k3` command: arguments, progress, printing. No arithmetic and no policy of reading.
 
 mod args;
+mod cachesim;
 mod demo;
 mod fail;
 mod npy;
@@ -23,6 +24,7 @@ fn main() -> ExitCode {
         Command::Run(run) => run::run(&run),
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
         Command::Plan(plan) => plan::plan(&plan),
+        Command::Cachesim(cachesim) => cachesim::cachesim(&cachesim),
         Command::Synth(synth) => synth::run(&synth),
     };
     match done {

@@ -7,11 +7,13 @@ use crate::report::{self, Progress, Times};
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
 use k3_core::config::ModelConfig;
+use k3_core::model::Observer;
 use k3_core::ops::sample::argmax;
 use k3_core::tokenizer::{self, Control};
-use k3_core::view::TokenId;
+use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
+use k3_platform::trace;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::json;
 use std::io::Write as _;
@@ -73,6 +75,56 @@ impl Out {
     }
 }
 
+/// Records the experts that passes ask for. What a run that was stopped has recorded is a trace too.
+struct Tracer {
+    path: std::path::PathBuf,
+    out: std::io::BufWriter<std::fs::File>,
+    step: u32,
+    /// The first error of writing, told after the pass.
+    failed: Option<std::io::Error>,
+}
+
+impl Tracer {
+    fn create(path: &std::path::Path, chosen: usize) -> Result<Self, Failure> {
+        let out = std::fs::File::create(path).map_err(|e| Failure::target(path, &e))?;
+        let mut out = std::io::BufWriter::new(out);
+        trace::begin(&mut out, chosen).map_err(|e| Failure::target(path, &e))?;
+        Ok(Self { path: path.to_owned(), out, step: 0, failed: None })
+    }
+
+    fn passed(&mut self) -> Result<(), Failure> {
+        self.step += 1;
+        match self.failed.take() {
+            Some(error) => Err(Failure::output(&self.path, &error)),
+            None => Ok(()),
+        }
+    }
+
+    fn finish(mut self) -> Result<(), Failure> {
+        self.out.flush().map_err(|e| Failure::output(&self.path, &e))
+    }
+}
+
+/// What a run watches its passes with.
+struct Watch {
+    progress: Progress,
+    tracer: Option<Tracer>,
+}
+
+impl Observer for Watch {
+    fn layer(&mut self, layer: LayerIndex, running_sum: &[f32]) {
+        self.progress.layer(layer, running_sum);
+    }
+
+    fn routed(&mut self, layer: LayerIndex, ids: &[u32], _: &[f32]) {
+        if let Some(tracer) = &mut self.tracer
+            && let Err(error) = trace::record(&mut tracer.out, tracer.step, layer, ids)
+        {
+            tracer.failed.get_or_insert(error);
+        }
+    }
+}
+
 /// Where logits go, and its name.
 type Dump<'p> = (Npy<f32>, &'p std::path::Path);
 
@@ -98,6 +150,10 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         }
         None => None,
     };
+    let tracer = match &args.trace {
+        Some(path) => Some(Tracer::create(path, opened.checkpoint.config().num_experts_per_token)?),
+        None => None,
+    };
     let mut run = opened.start(Wanted {
         context,
         prompt: prompt.len(),
@@ -107,7 +163,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
     let times = Times { open: started.elapsed(), ..Times::default() };
     let mut session = Session { args, vocabulary, prompt, context, times, generated: Vec::new(), out };
-    let finish = session.generate(&mut run.engine, dump)?;
+    let finish = session.generate(&mut run.engine, dump, tracer)?;
     session.times.total = started.elapsed();
     session.end(&run, finish)?;
     Ok(run.code(finish == Finish::Cancelled))
@@ -141,10 +197,15 @@ fn stops(id: TokenId, config: &ModelConfig) -> bool {
 }
 
 impl Session<'_> {
-    fn generate(&mut self, engine: &mut Engine, mut dump: Option<Dump<'_>>) -> Result<Finish, Failure> {
+    fn generate(
+        &mut self,
+        engine: &mut Engine,
+        mut dump: Option<Dump<'_>>,
+        tracer: Option<Tracer>,
+    ) -> Result<Finish, Failure> {
         let config = *engine.checkpoint().config();
         let (vocab, chunk) = (config.vocab_size, engine.plan().extent.chunk);
-        let mut progress = Progress::new(!self.args.common.quiet, config.num_hidden_layers);
+        let mut watch = Watch { progress: Progress::new(!self.args.common.quiet, config.num_hidden_layers), tracer };
         let mut logits = vec![0.0; vocab * engine.plan().logit_rows];
         let finish = loop {
             let started = Instant::now();
@@ -164,23 +225,26 @@ impl Session<'_> {
             for part in ids.chunks(chunk) {
                 done += part.len();
                 let of = if fresh { ids.len() } else { self.args.max_tokens };
-                progress.begin(format!("{what} {} of {of}", if fresh { done } else { self.generated.len() + 1 }));
+                watch.progress.begin(format!("{what} {} of {of}", if fresh { done } else { self.generated.len() + 1 }));
                 rows = match (&dump, done == ids.len()) {
                     (Some(_), _) if fresh => part.len(),
                     (_, last) => usize::from(last),
                 };
-                match engine.step(part, &mut logits[..rows * vocab], &mut progress) {
+                match engine.step(part, &mut logits[..rows * vocab], &mut watch) {
                     Err(Error::Stopped) => {
                         stopped = true;
                         break;
                     }
                     other => other?,
                 }
+                if let Some(tracer) = &mut watch.tracer {
+                    tracer.passed()?;
+                }
                 if let Some((npy, path)) = dump.as_mut().filter(|_| fresh) {
                     npy.write(&logits[..rows * vocab]).map_err(|e| Failure::output(path, &e))?;
                 }
             }
-            progress.clear();
+            watch.progress.clear();
             if stopped {
                 break Finish::Cancelled;
             }
@@ -211,6 +275,9 @@ impl Session<'_> {
                 break Finish::Context;
             }
         };
+        if let Some(tracer) = watch.tracer {
+            tracer.finish()?;
+        }
         let rest = self.out.streamed.finish();
         self.out.write(&rest)?;
         self.out.write(if self.out.text.is_empty() { b"" } else { b"\n" })?;

@@ -1,6 +1,6 @@
 //! What every command that runs a model does first: options to a checkpoint, a plan and an engine.
 
-use crate::args::{Common, Io};
+use crate::args::{Common, Experts, Io};
 use crate::demo::{self, Demo};
 use crate::fail::{self, Failure};
 use crate::report;
@@ -10,6 +10,7 @@ use k3_platform::engine::Engine;
 use k3_platform::io::{Disk, Mode};
 use k3_platform::memory::{available, default_threads, rss};
 use k3_platform::plan::{Plan, Request};
+use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -103,6 +104,10 @@ impl Opened<'_> {
             threads: common.threads.map_or_else(default_threads, usize::from),
             readers: READERS,
             all_logits: wanted.all_logits,
+            policy: match common.experts {
+                Experts::Lru => Policy::Lru,
+                Experts::Frequency => Policy::Frequency,
+            },
             touched: demo.as_ref().map_or(0, Demo::touched),
         };
         Ok(checkpoint.plan(&request, wanted.tokenizer)?)

@@ -613,3 +613,68 @@ fn ids_need_no_vocabulary_and_damage_is_told_however_quiet() {
     let refused = k3().args(["run", "--prompt", "x"]).arg(&dir).output().expect("k3");
     assert_eq!(code(&refused), 3, "{}", text(&refused.stderr));
 }
+
+#[test]
+fn a_trace_is_replayed_as_the_run_was() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, svg) = (folder.path().join("trace"), folder.path().join("curve.svg"));
+    for policy in ["frequency", "lru"] {
+        let output = k3()
+            .args([
+                "run",
+                "--json",
+                "--quiet",
+                "--ids",
+                "1,2,3",
+                "--max-tokens",
+                "30",
+                "--ignore-eos",
+                "--memory",
+                "17M",
+            ])
+            .args(["--chunk", "3", "--experts", policy, "--trace"])
+            .arg(&path)
+            .arg(tiny())
+            .output()
+            .expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        let run: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let slots = run["memory"]["arena_experts"].to_string();
+        let output =
+            k3().args(["cachesim", "--json", "--slots", &slots, "--svg"]).args([&svg, &path]).output().expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        let sim: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        // Eight layers, three experts each, for each token that was read behind the prompt.
+        assert_eq!(sim["requests"], 29 * 8 * 3);
+        let row = &sim["hit_rates"][0];
+        assert!(row[policy].as_f64().expect("a rate") <= row["optimum"].as_f64().expect("a rate"));
+        assert!(std::fs::read_to_string(&svg).expect("svg").contains("polyline"));
+    }
+    std::fs::write(&path, "no trace").expect("write");
+    assert_eq!(code(&k3().arg("cachesim").arg(&path).output().expect("k3")), 3);
+}
+
+/// The recorded trace of the released model, where it is at hand: the optimum is the published one, and
+/// the default policy is never far below LRU and far above it where LRU hits nothing.
+#[test]
+fn the_recorded_trace_gives_the_published_optimum() {
+    let Some(path) = k3_tests::outside("data/expert_trace.bin") else { return };
+    let output = k3()
+        .args(["cachesim", "--json", "--pairs", "5", "--slots", "455,911,1367,1823,2735,3647,7294"])
+        .arg(path)
+        .output()
+        .expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    let sim: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let rates = sim["hit_rates"].as_array().expect("rows");
+    let column = |name: &str| rates.iter().map(|r| r[name].as_f64().expect("a rate")).collect::<Vec<_>>();
+    let published = [0.294, 0.451, 0.519, 0.563, 0.580, 0.580, 0.580];
+    for (found, expected) in column("optimum").iter().zip(published) {
+        assert!((found - expected).abs() < 0.0006, "{found} {expected}");
+    }
+    for ((frequency, lru), least) in
+        column("frequency").iter().zip(column("lru")).zip([0.09, 0.18, 0.25, 0.0, 0.0, 0.0, 0.0])
+    {
+        assert!(*frequency >= least && *frequency >= lru - 0.015, "{frequency} {lru}");
+    }
+}

@@ -7,7 +7,6 @@ use crate::exec::Rayon;
 use crate::experts::{Arena, ExpertStats};
 use crate::fetch::{Fetch, Fetched, Priority};
 use crate::plan::Plan;
-use crate::policy::Policy;
 use crate::segment::{Piece, Segment};
 use crate::trunk::{Trunk, TrunkStats};
 use k3_core::backend::Backend;
@@ -95,7 +94,7 @@ impl Engine {
         let exec = Rayon::new(plan.extent.width).map_err(|e| Error::Threads(std::io::Error::other(e)))?;
         let fetch = Fetch::new(checkpoint.files(), plan.readers, stop)?;
         let trunk = Trunk::new(checkpoint.walk(), plan.slot, plan.ring, plan.pinned, plan.head_pinned)?;
-        let arena = Arena::new(config, plan.arena, checkpoint.expert_bytes(), Policy::default());
+        let arena = Arena::new(config, plan.arena, checkpoint.expert_bytes(), plan.policy);
         // The plan was made from the same two numbers, and did not overflow.
         let lines = |n: Option<usize>| AlignedBuf::zeroed_lines(n.unwrap_or(usize::MAX / 128));
         let state = lines(State::lines(&config, plan.extent.context))?;

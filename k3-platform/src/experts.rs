@@ -120,6 +120,13 @@ pub fn slot_bytes(config: &ModelConfig, place: impl Fn(Tensor) -> Place) -> usiz
     names.map(bytes).max().unwrap_or(0)
 }
 
+/// Slots of an arena that keep nothing: what passes through needs slots too, a layer's choice or half of
+/// a small arena. If every one of the `experts` there are has a slot, nothing passes through.
+#[must_use]
+pub fn transit(capacity: usize, experts: usize, chosen: usize) -> usize {
+    if capacity >= experts { 0 } else { chosen.min(capacity.div_ceil(2)) }
+}
+
 impl Arena {
     /// An arena for at most `capacity` experts whose segments have at most `slot_bytes`. Memory is
     /// mapped slot by slot, when one is first needed.
@@ -127,10 +134,8 @@ impl Arena {
     pub fn new(config: ModelConfig, capacity: usize, slot_bytes: usize, policy: Policy) -> Self {
         let (sender, receiver) = channel();
         let capacity = capacity.max(1);
-        // What passes through needs slots too: a layer's choice, or half of a small arena. If every
-        // expert there is has a slot, nothing passes through.
         let experts = config.num_moe_layers() * config.num_experts;
-        let transit = if capacity >= experts { 0 } else { config.num_experts_per_token.min(capacity.div_ceil(2)) };
+        let transit = transit(capacity, experts, config.num_experts_per_token);
         Self {
             config,
             slot_bytes,

@@ -5,6 +5,7 @@
 //! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
 //! trunk        pinned prefix and ring          experts   arena of experts
 //! policy       which experts stay
+//! trace        experts asked for, recorded and replayed
 //! segment      tensors -> reads                fetch     reads in the background
 //! speed        of the disk
 //! checkpoint   a directory, opened             index     where each tensor lies
@@ -33,6 +34,7 @@ pub mod policy;
 pub mod segment;
 pub mod speed;
 pub mod synth;
+pub mod trace;
 pub mod trunk;
 pub mod units;
 pub mod vocabulary;

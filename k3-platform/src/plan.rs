@@ -7,7 +7,7 @@
 //! goes to the experts: last, because a router spreads its choices on purpose.
 
 use crate::experts::Name;
-use crate::policy::Directory;
+use crate::policy::{Directory, Policy};
 use crate::segment::{Segment, Source, cut, least_slot};
 use crate::trunk::list_bytes;
 use crate::units::human;
@@ -44,6 +44,8 @@ pub struct Request {
     pub threads: usize,
     /// Threads that read.
     pub readers: usize,
+    /// How experts are chosen to stay in memory.
+    pub policy: Policy,
     /// Whether logits of all positions of a chunk are held at once, and not only the last one's.
     pub all_logits: bool,
     /// What the process has touched of its own file besides its code (bytes).
@@ -125,6 +127,8 @@ pub struct Plan {
     pub head_pinned: bool,
     /// Experts the arena holds.
     pub arena: usize,
+    /// How they are chosen to stay.
+    pub policy: Policy,
     /// Bytes of the trunk and the head that one generated token reads from disk.
     pub trunk_read: u64,
     /// Bytes of experts that one generated token reads if none of its choice is in memory.
@@ -287,6 +291,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         pinned: layers,
         head_pinned,
         arena,
+        policy: request.policy,
         trunk_read,
         experts_read,
         ledger,

@@ -100,6 +100,7 @@ pub(crate) fn engine_with(
         threads: how.threads,
         readers: 2,
         all_logits: true,
+        policy: k3_platform::policy::Policy::default(),
         touched: 0,
     };
     let plan = checkpoint.plan(&request, 0)?;
