@@ -678,3 +678,38 @@ fn the_recorded_trace_gives_the_published_optimum() {
         assert!(*frequency >= least && *frequency >= lru - 0.015, "{frequency} {lru}");
     }
 }
+
+/// The gate that fluent but wrong engines fail: the demo's held-out text surprises the engine as much
+/// as it does the reference, window by window, and less than it does a trigram.
+#[test]
+fn the_demo_is_as_surprised_as_its_reference() {
+    let demo = k3_tests::root().join("fixtures/demo");
+    let eval = json(&demo.join("eval.json"));
+    let windows: Vec<f64> =
+        eval["first_windows_nll"].as_array().expect("windows").iter().filter_map(serde_json::Value::as_f64).collect();
+    let window = usize::try_from(eval["context"].as_u64().expect("context")).expect("context");
+    let whole = std::fs::read(demo.join("heldout.txt")).expect("the held-out text");
+    let folder = tempfile::tempdir().expect("a folder");
+    let (text, out) = (folder.path().join("text"), folder.path().join("nll.npy"));
+    // Ten bytes a token are more than enough for the first windows; where the text is cut, ids differ.
+    std::fs::write(&text, &whole[..windows.len() * window * 10]).expect("write");
+    let output = k3()
+        .args(["perplexity", "--quiet", "--json", "--memory", "64M", "--window", &window.to_string(), "--nll-out"])
+        .arg(&out)
+        .arg("--file")
+        .args([&text, &demo])
+        .output()
+        .expect("k3");
+    assert_eq!(code(&output), 0, "{}", String::from_utf8_lossy(&output.stderr));
+    let bytes = std::fs::read(&out).expect("nll");
+    let header = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+    let nll: Vec<f64> = bytes[header..].as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b)).collect();
+    let trigram = eval["trigram"]["nll"].as_f64().expect("trigram");
+    assert!(windows.len() >= 8 && eval["model"]["nll"].as_f64().expect("nll") < trigram - 0.5);
+    for (i, (expected, found)) in windows.iter().zip(nll.chunks_exact(window)).enumerate() {
+        #[expect(clippy::cast_precision_loss, reason = "a window")]
+        let found = found.iter().sum::<f64>() / window as f64;
+        // The reference computes in f32: a hundredth of what is asked for is left for that.
+        assert!((found / expected - 1.0).abs() < 1e-6, "window {i}: {found}, expected {expected}");
+    }
+}
