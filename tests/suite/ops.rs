@@ -451,3 +451,59 @@ fn whole_latent_moe() {
         }
     }
 }
+
+/// The two norms inside MLA use 1e-6 where all others use `rms_norm_eps`. No fixture of ordinary scale
+/// shows the difference (the mutation table in `fixtures/README.md` says so), so here their inputs are
+/// as small as that: mean squares of a third of 1e-6, where 1e-5 would give a third of the value.
+#[test]
+fn the_norms_inside_mla_have_their_own_epsilon() {
+    let c = config(&[], &[]);
+    let (hidden, rank, q_rank) = (c.hidden_size, c.kv_lora_rank, c.q_lora_rank);
+    let round = |v: f64| f64::from(bf16::from_f64(v).to_f32());
+    let small = round((1e-6f64 / 3.0).sqrt());
+    // Numbers without meaning that are exact in bf16.
+    let some = |rows: usize, cols: usize| -> Value {
+        let at = |r: usize, c: usize| ((r * 7 + c * 13) % 17) as f64 / 16.0 - 0.5;
+        (0..rows).map(|r| (0..cols).map(|c| at(r, c)).collect::<Vec<_>>()).collect::<Vec<_>>().into()
+    };
+    // Every output of the projection is the first input times `scale`, with alternating signs.
+    let first = |rows: usize, scale: f64| -> Value {
+        let row = |r: usize| {
+            let mut row = vec![0.0; hidden];
+            row[0] = if r.is_multiple_of(2) { scale } else { -scale };
+            row
+        };
+        (0..rows).map(row).collect::<Vec<_>>().into()
+    };
+    let heads = c.num_attention_heads;
+    let weights = |q_scale: f64, q_norm: f64| {
+        serde_json::json!({
+            "self_attn.q_a_proj.weight": first(q_rank, q_scale),
+            "self_attn.q_a_layernorm.weight": vec![q_norm; q_rank],
+            "self_attn.q_b_proj.weight": some(heads * c.qk_head_dim(), q_rank),
+            "self_attn.kv_a_proj_with_mqa.weight": first(c.latent_width(), small),
+            "self_attn.kv_a_layernorm.weight": vec![1.0; rank],
+            "self_attn.kv_b_proj.weight": some(heads * c.kv_b_head_rows(), rank),
+            "self_attn.g_proj.weight": some(heads * c.v_head_dim, hidden),
+            "self_attn.o_proj.weight": some(hidden, heads * c.v_head_dim),
+        })
+    };
+    // The sign of the first input is that of the latent, so that a position's score matters.
+    let x: Vec<f32> =
+        (0..3 * hidden).map(|i| if i % hidden > 0 { 0.25 } else { [1.0, -1.0, 1.0][i / hidden] }).collect();
+    let run = |weights: &Value| attention(Backend::SCALAR, &mut Layer { config: c, weights }, 1, &x, &[3]);
+    let (expected, memory) = run(&weights(1024.0, 0.5));
+    let (found, _) = run(&weights(small, 1.0));
+    let (wrong, _) = run(&weights(1024.0, 0.1875));
+    let off = |other: &[f32]| expected.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let size = expected.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+    assert!(off(&found) < 0.01 * size, "the norm of q: off by {} of {size}", off(&found));
+    assert!(off(&wrong) > 0.05 * size, "this test must be able to tell: {} of {size}", off(&wrong));
+    // The latent cache lies behind the states of the one KDA layer.
+    let all: &[f32] = bytemuck::cast_slice(&memory);
+    let line = |n: usize| n.next_multiple_of(16);
+    let kda = line(c.kda_width() * c.kda_head_dim) + line(3 * (c.conv_kernel_size - 1) * c.kda_width());
+    let latent = f64::from(all[kda]);
+    let square = small * small;
+    assert!((latent - small / (square + 1e-6).sqrt()).abs() < 1e-6, "the norm of the latent: {latent}");
+}
