@@ -145,7 +145,15 @@ mod packed {
             let prefix = format!(".{}.", file.name);
             let mut part = tempfile::Builder::new().prefix(&prefix).suffix(PART).tempfile_in(dir)?;
             part.write_all(file.bytes)?;
-            part.persist(&path).map_err(|e| e.error)?;
+            // A file that another process has put there meanwhile must stay: that process may be reading
+            // it already, and what is replaced under a reader is refused.
+            if let Err(e) = part.persist_noclobber(&path) {
+                let there = e.error.kind() == io::ErrorKind::AlreadyExists;
+                if there && holds(&path, file).unwrap_or(false) {
+                    continue;
+                }
+                e.file.persist(&path).map_err(|e| e.error)?;
+            }
             written += file.bytes.len() as u64;
         }
         Ok(written)
@@ -188,6 +196,11 @@ mod packed {
     mod tests {
         use super::*;
 
+        fn files() -> [Packed; 2] {
+            let packed = |name, bytes: &'static [u8]| Packed { name, sha256: Sha256::digest(bytes).into(), bytes };
+            [packed("a", b"first"), packed("b", b"second")]
+        }
+
         #[test]
         fn the_cache_follows_the_xdg_rules() {
             let with = |xdg: Option<&str>, home: Option<&str>| {
@@ -216,10 +229,29 @@ mod packed {
             );
         }
 
+        /// The story: a process that found a file missing put its own copy over that of another one,
+        /// which was reading it already and refused what had been replaced under it.
+        #[test]
+        fn what_one_has_put_there_no_other_replaces() {
+            use std::os::unix::fs::MetadataExt as _;
+            for _ in 0..20 {
+                let folder = tempfile::tempdir().unwrap();
+                let dir = folder.path().join("demo");
+                let inodes = || {
+                    fill(&dir, &files()).unwrap();
+                    ["a", "b"].map(|name| fs::metadata(dir.join(name)).unwrap().ino())
+                };
+                let seen: Vec<_> = std::thread::scope(|scope| {
+                    let started: Vec<_> = (0..8).map(|_| scope.spawn(inodes)).collect();
+                    started.into_iter().map(|thread| thread.join().unwrap()).collect()
+                });
+                assert!(seen.iter().all(|s| *s == inodes()), "{seen:?}");
+            }
+        }
+
         #[test]
         fn every_kind_of_damage_is_mended_and_leftovers_go_when_old() {
-            let hash = |bytes: &'static [u8]| Packed { name: "", sha256: Sha256::digest(bytes).into(), bytes };
-            let files = [Packed { name: "a", ..hash(b"first") }, Packed { name: "b", ..hash(b"second") }];
+            let files = files();
             let root = tempfile::tempdir().unwrap();
             let dir = root.path().join("x/y");
             assert_eq!(fill(&dir, &files).unwrap(), 11);

@@ -150,16 +150,17 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         }
         None => None,
     };
-    let tracer = match &args.trace {
-        Some(path) => Some(Tracer::create(path, opened.checkpoint.config().num_experts_per_token)?),
-        None => None,
-    };
     let mut run = opened.start(Wanted {
         context,
         prompt: prompt.len(),
         all_logits: args.dump_logits.is_some(),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
     })?;
+    // A run that is refused leaves an older trace as it is.
+    let tracer = match &args.trace {
+        Some(path) => Some(Tracer::create(path, run.engine.checkpoint().config().num_experts_per_token)?),
+        None => None,
+    };
     let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
     let times = Times { open: started.elapsed(), ..Times::default() };
     let mut session = Session { args, vocabulary, prompt, context, times, generated: Vec::new(), out };

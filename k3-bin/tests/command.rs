@@ -650,6 +650,16 @@ fn a_trace_is_replayed_as_the_run_was() {
         assert!(row[policy].as_f64().expect("a rate") <= row["optimum"].as_f64().expect("a rate"));
         assert!(std::fs::read_to_string(&svg).expect("svg").contains("polyline"));
     }
+    // The story: a refused run left a header where a trace had been, and a picture replaced its own trace.
+    let whole = std::fs::read(&path).expect("read");
+    let refused =
+        k3().args(["run", "--ids", "1", "--memory", "1M", "--trace"]).args([&path, &tiny()]).output().expect("k3");
+    assert_eq!(code(&refused), 4);
+    let refused = k3().args(["cachesim", "--svg"]).args([&path, &path]).output().expect("k3");
+    assert_eq!(code(&refused), 2);
+    assert_eq!(std::fs::read(&path).expect("read"), whole);
+    std::fs::write(&path, &whole[..16]).expect("write");
+    assert_eq!(code(&k3().arg("cachesim").arg(&path).output().expect("k3")), 3);
     std::fs::write(&path, "no trace").expect("write");
     assert_eq!(code(&k3().arg("cachesim").arg(&path).output().expect("k3")), 3);
 }

@@ -151,7 +151,8 @@ impl Trace {
         let mut last_layer = None;
         while at < pairs.len() {
             let malformed = TraceError::Malformed { offset: at * RECORD };
-            let group = pairs.get(at..at + positions * chosen).ok_or(malformed)?;
+            let end = positions.checked_mul(chosen).and_then(|n| at.checked_add(n)).ok_or(malformed)?;
+            let group = pairs.get(at..end).ok_or(malformed)?;
             let names: Option<Vec<Name>> = group.iter().map(pair).collect();
             let names = names.ok_or(malformed)?;
             let layer = names.first().ok_or(malformed)?.0;
@@ -299,6 +300,8 @@ mod tests {
         assert_eq!(names, [(0, 1, 7), (0, 1, 8), (0, 2, 4), (1, 1, 9), (1, 2, 6)]);
         assert!(Trace::parse_pairs(&bytes[..bytes.len() - 8], 2, 1).is_err());
         assert!(Trace::parse_pairs(&[255; 16], 1, 1).is_err());
+        assert!(Trace::parse_pairs(&bytes, usize::MAX, 2).is_err());
+        assert!(Trace::parse_pairs(&bytes, 2, usize::MAX).is_err());
     }
 
     #[test]
