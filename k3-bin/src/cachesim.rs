@@ -3,12 +3,12 @@
 use crate::args::Cachesim;
 use crate::fail::{DAMAGED, Failure};
 use crate::report;
+use crate::text;
 use k3_platform::policy::Policy;
 use k3_platform::trace::Trace;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::path::Path;
 
 /// The curves, in the order of the columns.
 const NAMES: [&str; 3] = ["lru", "frequency", "optimum"];
@@ -28,7 +28,7 @@ pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
         let message = format!("{path}: the trace has no requests");
         return Err(Failure { code: DAMAGED, message, hint: Some("record one with k3 run --trace".to_owned()) });
     }
-    if args.svg.as_ref().is_some_and(|svg| same_file(svg, &args.file)) {
+    if args.svg.as_ref().is_some_and(|svg| text::same_file(svg, &args.file)) {
         return Err(Failure::usage("--svg names the trace itself", "name another file"));
     }
     let distinct = trace.requests.iter().map(|r| r.name).collect::<BTreeSet<_>>().len();
@@ -64,11 +64,6 @@ pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
     }
     report::print(&table)?;
     Ok(0)
-}
-
-/// Whether two names lead to one file.
-fn same_file(a: &Path, b: &Path) -> bool {
-    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
 /// The curves as a picture: slots to the right, hit rate upwards.

@@ -22,6 +22,9 @@ const WINDOW: usize = 2048;
 pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     let started = Instant::now();
     let options = Options::new(&args.common)?;
+    if args.nll_out.as_ref().is_some_and(|out| text::same_file(out, &args.file)) {
+        return Err(Failure::usage("--nll-out names the text itself", "name another file"));
+    }
     let bytes = text::read(&args.file, "--file", options.budget())?;
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, true)?;

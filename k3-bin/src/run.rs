@@ -132,6 +132,17 @@ type Dump<'p> = (Npy<f32>, &'p std::path::Path);
 pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let started = Instant::now();
     let options = Options::new(&args.common)?;
+    let files = [&args.prompt.prompt_file, &args.dump_logits, &args.trace];
+    for (i, a) in files.iter().enumerate() {
+        for b in &files[i + 1..] {
+            if let (Some(a), Some(b)) = (a, b)
+                && (a == b || text::same_file(a, b))
+            {
+                let message = format!("{} is named twice, once to be written", b.display());
+                return Err(Failure::usage(message, "--prompt-file, --dump-logits and --trace take different files"));
+            }
+        }
+    }
     let prompt = text::source(&args.prompt, options.budget())?;
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, matches!(prompt, Source::Text(_)))?;

@@ -46,6 +46,11 @@ pub(crate) fn read(path: &Path, option: &str, budget: u64) -> Result<Vec<u8>, Fa
     Ok(bytes)
 }
 
+/// Whether two names lead to one file that is there.
+pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
 /// The vocabulary files of a checkpoint. Ids in and ids out need none, so they may be absent then.
 pub(crate) fn vocabulary(checkpoint: &Checkpoint, needed: bool) -> Result<Option<VocabularyFiles>, Failure> {
     match VocabularyFiles::open(checkpoint) {

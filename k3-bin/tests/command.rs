@@ -723,3 +723,22 @@ fn the_demo_is_as_surprised_as_its_reference() {
         assert!((found / expected - 1.0).abs() < 1e-6, "window {i}: {found}, expected {expected}");
     }
 }
+
+/// The story: the user's own text, or one of two outputs, was silently replaced by the other.
+#[test]
+fn an_output_never_replaces_what_the_command_reads_or_writes() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("text");
+    std::fs::write(&path, "a text of some length").expect("write");
+    let name = path.to_str().expect("a path");
+    for args in [
+        &["perplexity", "--file", name, "--nll-out", name][..],
+        &["run", "--prompt-file", name, "--dump-logits", name],
+        &["run", "--prompt-file", name, "--trace", name],
+        &["run", "--ids", "1", "--trace", "new", "--dump-logits", "new"],
+    ] {
+        let output = k3().args(args).arg(tiny()).output().expect("k3");
+        assert_eq!(code(&output), 2, "{args:?}: {}", text(&output.stderr));
+    }
+    assert_eq!(std::fs::read(&path).expect("read"), b"a text of some length");
+}
