@@ -4,6 +4,7 @@ use crate::fail::Failure;
 use k3_core::model::Observer;
 use k3_core::view::{ExpertId, LayerIndex};
 use k3_platform::engine::Stats;
+use k3_platform::generate::Outcome;
 use k3_platform::memory::peak_rss;
 use k3_platform::plan::Plan;
 use k3_platform::units::human;
@@ -75,23 +76,6 @@ impl Observer for Progress {
     }
 }
 
-/// Wall time of the parts of a run.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Times {
-    pub(crate) open: Duration,
-    pub(crate) prefill: Duration,
-    /// Of the generated tokens after the first, and how many these are.
-    pub(crate) decode: Duration,
-    pub(crate) decoded: u32,
-    pub(crate) total: Duration,
-}
-
-impl Times {
-    pub(crate) fn per_token(&self) -> Option<f64> {
-        (self.decoded > 0).then(|| self.decode.as_secs_f64() / f64::from(self.decoded))
-    }
-}
-
 /// Prints the plan.
 pub(crate) fn plan(plan: &Plan, backend: &str) {
     let mut err = std::io::stderr().lock();
@@ -151,12 +135,14 @@ pub(crate) fn damaged(stats: &Stats) -> Value {
 }
 
 /// Prints what the run did.
-pub(crate) fn end(times: &Times, prompt: usize, generated: usize, stats: &Stats, plan: &Plan) {
+pub(crate) fn end(outcome: &Outcome, stats: &Stats, plan: &Plan) {
     let _ = writeln!(
         std::io::stderr(),
-        "{prompt} prompt tokens in {:.2} s, {generated} generated, {} per token; waited {:.2} s for the disk",
-        times.prefill.as_secs_f64(),
-        times.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),
+        "{} prompt tokens in {:.2} s, {} generated, {} per token; waited {:.2} s for the disk",
+        outcome.prompt,
+        outcome.prefill.as_secs_f64(),
+        outcome.generated,
+        outcome.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),
         stats.waited().as_secs_f64(),
     );
     resources(stats, plan);

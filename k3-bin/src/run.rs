@@ -3,52 +3,20 @@
 use crate::args::Run;
 use crate::fail::Failure;
 use crate::npy::Npy;
-use crate::report::{self, Progress, Times};
+use crate::report::{self, Progress};
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
 use k3_core::config::ModelConfig;
 use k3_core::model::Observer;
-use k3_core::ops::sample::argmax;
 use k3_core::tokenizer::{self, Control};
 use k3_core::view::{LayerIndex, TokenId};
-use k3_platform::engine::Engine;
-use k3_platform::error::Error;
+use k3_platform::generate::{self, Finish, Generator, Greedy, Listener, Outcome, Stage};
 use k3_platform::trace;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::json;
 use std::io::Write as _;
-use std::time::Instant;
-
-/// Why a text ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Finish {
-    Length,
-    Stop,
-    Context,
-    Cancelled,
-}
-
-impl Finish {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Length => "length",
-            Self::Stop => "stop",
-            Self::Context => "context",
-            Self::Cancelled => "cancelled",
-        }
-    }
-}
-
-/// Everything a run needs besides the engine.
-struct Session<'r> {
-    args: &'r Run,
-    vocabulary: Option<Vocabulary<'r>>,
-    prompt: Vec<TokenId>,
-    context: usize,
-    times: Times,
-    generated: Vec<TokenId>,
-    out: Out,
-}
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
 
 /// Standard output while text streams to it.
 struct Out {
@@ -105,13 +73,19 @@ impl Tracer {
     }
 }
 
-/// What a run watches its passes with.
-struct Watch {
+/// What a run watches its passes with, and where what they give goes.
+struct Watch<'r> {
     progress: Progress,
     tracer: Option<Tracer>,
+    dump: Option<Dump<'r>>,
+    vocabulary: Option<Vocabulary<'r>>,
+    out: Out,
+    /// Tokens that were said.
+    said: usize,
+    max_tokens: usize,
 }
 
-impl Observer for Watch {
+impl Observer for Watch<'_> {
     fn layer(&mut self, layer: LayerIndex, running_sum: &[f32]) {
         self.progress.layer(layer, running_sum);
     }
@@ -123,6 +97,61 @@ impl Observer for Watch {
             tracer.failed.get_or_insert(error);
         }
     }
+}
+
+impl Listener for Watch<'_> {
+    type Error = Failure;
+
+    fn begin(&mut self, stage: Stage) {
+        self.progress.begin(match stage {
+            Stage::Prompt { done, of } => format!("prompt {done} of {of}"),
+            Stage::Token { generated } => format!("token {} of {}", generated + 1, self.max_tokens),
+        });
+    }
+
+    fn passed(&mut self, stage: Stage, logits: &[f32]) -> Result<(), Failure> {
+        if let Some(tracer) = &mut self.tracer {
+            tracer.passed()?;
+        }
+        let Stage::Prompt { done, of } = stage else { return Ok(()) };
+        if let Some((npy, path)) = &mut self.dump {
+            npy.write(logits).map_err(|e| Failure::output(path, &e))?;
+        }
+        if done == of
+            && let Some((npy, path)) = self.dump.take()
+        {
+            npy.finish().map_err(|e| Failure::output(path, &e))?;
+        }
+        Ok(())
+    }
+
+    /// Sends a token's bytes out, whole characters at a time.
+    fn token(&mut self, id: TokenId) -> Result<ControlFlow<Finish>, Failure> {
+        self.progress.clear();
+        self.said += 1;
+        if let Some(vocabulary) = &self.vocabulary {
+            let before = self.out.text.len();
+            vocabulary.decode(id, &mut self.out.text);
+            let ready = self.out.streamed.push(&self.out.text[before..]);
+            self.out.write(&ready)?;
+        } else {
+            // Without a vocabulary the ids are all there is to print.
+            let separator = if self.said > 1 { "," } else { "" };
+            let text = format!("{separator}{}", id.0);
+            self.out.text.extend_from_slice(text.as_bytes());
+            self.out.write(text.as_bytes())?;
+        }
+        // To whoever went away, the text is as long as they wanted it.
+        Ok(if self.out.closed { ControlFlow::Break(Finish::Length) } else { ControlFlow::Continue(()) })
+    }
+}
+
+/// Wall time of a run, from its start.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    /// Until the engine stood.
+    open: Duration,
+    total: Duration,
 }
 
 /// Where logits go, and its name.
@@ -168,17 +197,35 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
     })?;
     // A run that is refused leaves an older trace as it is.
+    let config = *run.engine.checkpoint().config();
     let tracer = match &args.trace {
-        Some(path) => Some(Tracer::create(path, run.engine.checkpoint().config().num_experts_per_token)?),
+        Some(path) => Some(Tracer::create(path, config.num_experts_per_token)?),
         None => None,
     };
     let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
-    let times = Times { open: started.elapsed(), ..Times::default() };
-    let mut session = Session { args, vocabulary, prompt, context, times, generated: Vec::new(), out };
-    let finish = session.generate(&mut run.engine, dump, tracer)?;
-    session.times.total = started.elapsed();
-    session.end(&run, finish)?;
-    Ok(run.code(finish == Finish::Cancelled))
+    let progress = Progress::new(!args.common.quiet, config.num_hidden_layers);
+    let mut watch = Watch { progress, tracer, dump, vocabulary, out, said: 0, max_tokens: args.max_tokens };
+    let open = started.elapsed();
+    let wanted = generate::Wanted {
+        max_tokens: args.max_tokens,
+        context,
+        stops: &|id| !args.ignore_eos && stops(id, &config),
+        prompt_logits: args.dump_logits.is_some(),
+        incremental: !args.no_incremental,
+    };
+    let mut ids = prompt;
+    let mut generator = Generator::new(&run.engine);
+    let outcome = generator.generate(&mut run.engine, &mut ids, &wanted, &mut Greedy, &mut watch)?;
+    watch.progress.clear();
+    if let Some(tracer) = watch.tracer.take() {
+        tracer.finish()?;
+    }
+    let rest = watch.out.streamed.finish();
+    watch.out.write(&rest)?;
+    watch.out.write(if watch.out.text.is_empty() { b"" } else { b"\n" })?;
+    let times = Times { open, total: started.elapsed() };
+    end(args, &run, &ids, &outcome, times, &watch)?;
+    Ok(run.code(outcome.finish == Finish::Cancelled))
 }
 
 /// Refuses what no pass could run. Returns the context.
@@ -208,140 +255,45 @@ fn stops(id: TokenId, config: &ModelConfig) -> bool {
     config.eos_token_id == Some(id.0) || matches!(distance, Some(Control::EOS | Control::END_OF_MSG))
 }
 
-impl Session<'_> {
-    fn generate(
-        &mut self,
-        engine: &mut Engine,
-        mut dump: Option<Dump<'_>>,
-        tracer: Option<Tracer>,
-    ) -> Result<Finish, Failure> {
-        let config = *engine.checkpoint().config();
-        let (vocab, chunk) = (config.vocab_size, engine.plan().extent.chunk);
-        let mut watch = Watch { progress: Progress::new(!self.args.common.quiet, config.num_hidden_layers), tracer };
-        let mut logits = vec![0.0; vocab * engine.plan().logit_rows];
-        let finish = loop {
-            let started = Instant::now();
-            let fresh = self.generated.is_empty();
-            let again = fresh || self.args.no_incremental;
-            if again {
-                engine.reset()?;
-            }
-            let ids: Vec<TokenId> = match self.generated.last() {
-                Some(&last) if !again => vec![last],
-                _ => [&self.prompt[..], &self.generated[..]].concat(),
-            };
-            let what = if fresh { "prompt" } else { "token" };
-            let mut rows = 0;
-            let mut done = 0;
-            let mut stopped = false;
-            for part in ids.chunks(chunk) {
-                done += part.len();
-                let of = if fresh { ids.len() } else { self.args.max_tokens };
-                watch.progress.begin(format!("{what} {} of {of}", if fresh { done } else { self.generated.len() + 1 }));
-                rows = match (&dump, done == ids.len()) {
-                    (Some(_), _) if fresh => part.len(),
-                    (_, last) => usize::from(last),
-                };
-                match engine.step(part, &mut logits[..rows * vocab], &mut watch) {
-                    Err(Error::Stopped) => {
-                        stopped = true;
-                        break;
-                    }
-                    other => other?,
-                }
-                if let Some(tracer) = &mut watch.tracer {
-                    tracer.passed()?;
-                }
-                if let Some((npy, path)) = dump.as_mut().filter(|_| fresh) {
-                    npy.write(&logits[..rows * vocab]).map_err(|e| Failure::output(path, &e))?;
-                }
-            }
-            watch.progress.clear();
-            if stopped {
-                break Finish::Cancelled;
-            }
-            if fresh {
-                self.times.prefill = started.elapsed();
-                if let Some((npy, path)) = dump.take() {
-                    npy.finish().map_err(|e| Failure::output(path, &e))?;
-                }
-            } else {
-                self.times.decode += started.elapsed();
-                self.times.decoded += 1;
-            }
-            if self.args.max_tokens == 0 {
-                break Finish::Length;
-            }
-            let last = &logits[(rows.max(1) - 1) * vocab..rows.max(1) * vocab];
-            // The pass has refused logits that are not finite; this is the same refusal once more.
-            let id = argmax(last).ok().flatten().ok_or(Error::Order)?;
-            if !self.args.ignore_eos && stops(id, &config) {
-                break Finish::Stop;
-            }
-            self.generated.push(id);
-            self.say(id)?;
-            if self.out.closed || self.generated.len() == self.args.max_tokens {
-                break Finish::Length;
-            }
-            if self.prompt.len() + self.generated.len() > self.context {
-                break Finish::Context;
-            }
-        };
-        if let Some(tracer) = watch.tracer {
-            tracer.finish()?;
-        }
-        let rest = self.out.streamed.finish();
-        self.out.write(&rest)?;
-        self.out.write(if self.out.text.is_empty() { b"" } else { b"\n" })?;
-        Ok(finish)
+/// Prints what there is to say about a run.
+fn end(
+    args: &Run,
+    run: &Started,
+    ids: &[TokenId],
+    outcome: &Outcome,
+    times: Times,
+    watch: &Watch<'_>,
+) -> Result<(), Failure> {
+    let engine = &run.engine;
+    let stats = engine.stats();
+    if args.common.json {
+        let numbers = |ids: &[TokenId]| ids.iter().map(|id| id.0).collect::<Vec<_>>();
+        let (prompt, generated) = ids.split_at(outcome.prompt);
+        report::print_json(&json!({
+            "model": engine.checkpoint().dir().display().to_string(),
+            "prompt_ids": numbers(prompt),
+            "generated_ids": numbers(generated),
+            "text": watch.vocabulary.as_ref().map(|_| String::from_utf8_lossy(&watch.out.text)),
+            "finish_reason": outcome.finish.name(),
+            "usage": {"prompt_tokens": prompt.len(), "generated_tokens": generated.len()},
+            "memory": report::memory(engine.plan()),
+            "io": report::io(&stats, run.direct()),
+            "seconds": {
+                "total": times.total.as_secs_f64(),
+                "open": times.open.as_secs_f64(),
+                "prefill": outcome.prefill.as_secs_f64(),
+                "per_token": outcome.per_token(),
+                "waited_for_disk": stats.waited().as_secs_f64(),
+            },
+            "threads": engine.plan().extent.width,
+            "backend": engine.backend().name(),
+            "damaged_experts": report::damaged(&stats),
+        }))?;
     }
-
-    /// Sends a token's bytes out, whole characters at a time.
-    fn say(&mut self, id: TokenId) -> Result<(), Failure> {
-        let Some(vocabulary) = &self.vocabulary else {
-            // Without a vocabulary the ids are all there is to print.
-            let separator = if self.generated.len() > 1 { "," } else { "" };
-            let text = format!("{separator}{}", id.0);
-            self.out.text.extend_from_slice(text.as_bytes());
-            return self.out.write(text.as_bytes());
-        };
-        let before = self.out.text.len();
-        vocabulary.decode(id, &mut self.out.text);
-        let ready = self.out.streamed.push(&self.out.text[before..]);
-        self.out.write(&ready)
+    if !args.common.quiet {
+        run.note_buffered();
+        report::end(outcome, &stats, engine.plan());
     }
-
-    fn end(&mut self, run: &Started, finish: Finish) -> Result<(), Failure> {
-        let engine = &run.engine;
-        let stats = engine.stats();
-        let ids = |ids: &[TokenId]| ids.iter().map(|id| id.0).collect::<Vec<_>>();
-        if self.args.common.json {
-            report::print_json(&json!({
-                "model": engine.checkpoint().dir().display().to_string(),
-                "prompt_ids": ids(&self.prompt),
-                "generated_ids": ids(&self.generated),
-                "text": self.vocabulary.as_ref().map(|_| String::from_utf8_lossy(&self.out.text)),
-                "finish_reason": finish.name(),
-                "usage": {"prompt_tokens": self.prompt.len(), "generated_tokens": self.generated.len()},
-                "memory": report::memory(engine.plan()),
-                "io": report::io(&stats, run.direct()),
-                "seconds": {
-                    "total": self.times.total.as_secs_f64(),
-                    "open": self.times.open.as_secs_f64(),
-                    "prefill": self.times.prefill.as_secs_f64(),
-                    "per_token": self.times.per_token(),
-                    "waited_for_disk": stats.waited().as_secs_f64(),
-                },
-                "threads": engine.plan().extent.width,
-                "backend": engine.backend().name(),
-                "damaged_experts": report::damaged(&stats),
-            }))?;
-        }
-        if !self.args.common.quiet {
-            run.note_buffered();
-            report::end(&self.times, self.prompt.len(), self.generated.len(), &stats, engine.plan());
-        }
-        report::damage(&stats);
-        Ok(())
-    }
+    report::damage(&stats);
+    Ok(())
 }

@@ -1,6 +1,7 @@
 //! The Linux side of k3: where the bytes of a checkpoint live while the core works on them.
 //!
 //! ```text
+//! generate     from a prompt to its continuation
 //! engine       owns every buffer; the only implementor of the core's `Weights`
 //! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
 //! trunk        pinned prefix and ring          experts   arena of experts
@@ -26,6 +27,7 @@ pub mod error;
 pub mod exec;
 pub mod experts;
 pub mod fetch;
+pub mod generate;
 pub mod index;
 pub mod io;
 pub mod memory;

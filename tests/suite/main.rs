@@ -3,6 +3,7 @@
 mod alloc;
 mod budgets;
 mod counting;
+mod generate;
 mod identity;
 mod ops;
 mod oracle;

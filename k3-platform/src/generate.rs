@@ -1,0 +1,282 @@
+//! The loop from a prompt to its continuation: the prompt in chunks, then one id after the other.
+//!
+//! A sequence is a list of ids of which the engine has read the first [`Engine::position`]. Generating
+//! reads the rest, picks an id, appends it, and goes on until there is a reason not to:
+//!
+//! ```text
+//! ids   [ read by the engine ............ | not read yet ... ]
+//! loop: read what is not; pick an id from the last logits; append it; tell the listener
+//! ```
+//!
+//! So the next turn of a dialogue, or a session that was loaded, is more ids appended to the same list.
+//!
+//! Who picks is a [`Pick`]; who watches, prints and may end it is a [`Listener`].
+
+use crate::engine::Engine;
+use crate::error::Error;
+use k3_core::model::Observer;
+use k3_core::ops::sample::argmax;
+use k3_core::view::TokenId;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+/// Chooses ids.
+pub trait Pick {
+    /// The id at `position` of the sequence, from all the ids before it and the logits
+    /// (`[vocab_size]`, all finite) after the last of them.
+    ///
+    /// The answer depends on the arguments and on what the picker was made with, and on nothing else:
+    /// not on what it was asked before. A position may be asked for more than once, or not at all.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if there is nothing to choose from.
+    fn pick(&mut self, position: usize, history: &[TokenId], logits: &[f32]) -> Result<TokenId, Error>;
+}
+
+/// The largest logit; the lowest id among equals.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Greedy;
+
+impl Pick for Greedy {
+    fn pick(&mut self, _: usize, _: &[TokenId], logits: &[f32]) -> Result<TokenId, Error> {
+        // The pass has refused logits that are not finite; this is the same refusal once more.
+        argmax(logits).ok().flatten().ok_or(Error::Order)
+    }
+}
+
+/// Why a text ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// It has the tokens that were asked for.
+    Length,
+    /// An id came that ends a text.
+    Stop,
+    /// The context is full.
+    Context,
+    /// The stop flag was set.
+    Cancelled,
+}
+
+impl Finish {
+    /// Its name in JSON.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Length => "length",
+            Self::Stop => "stop",
+            Self::Context => "context",
+            Self::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// What the pass that begins is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// It reads the prompt's ids up to `done` of `of`.
+    Prompt {
+        /// Ids read when the pass is over.
+        done: usize,
+        /// Ids of the prompt.
+        of: usize,
+    },
+    /// It is for the generated token after `generated` others.
+    Token {
+        /// Tokens generated so far.
+        generated: usize,
+    },
+}
+
+/// Watches a text come into being.
+pub trait Listener: Observer {
+    /// Why it gives up.
+    type Error: From<Error>;
+
+    /// A pass begins.
+    fn begin(&mut self, stage: Stage) {
+        let _ = stage;
+    }
+
+    /// A pass is over. `logits`: `[m, vocab_size]` of its last `m` positions.
+    ///
+    /// # Errors
+    /// The listener's own, which ends the text.
+    fn passed(&mut self, stage: Stage, logits: &[f32]) -> Result<(), Self::Error> {
+        let _ = (stage, logits);
+        Ok(())
+    }
+
+    /// An id was generated. `Break` ends the text with the reason it gives.
+    ///
+    /// # Errors
+    /// The listener's own, which ends the text.
+    fn token(&mut self, id: TokenId) -> Result<ControlFlow<Finish>, Self::Error>;
+}
+
+/// What is asked for.
+#[derive(Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Tokens to generate at most.
+    pub max_tokens: usize,
+    /// Positions the sequence may have. At most the plan's context.
+    pub context: usize,
+    /// Whether an id ends the text. Such an id is not part of it.
+    pub stops: &'a dyn Fn(TokenId) -> bool,
+    /// Whether the logits of all positions of the prompt are computed, for [`Listener::passed`]. The
+    /// plan must have room for them.
+    pub prompt_logits: bool,
+    /// Whether what was read stays read. If not, all ids are read again for each token.
+    pub incremental: bool,
+}
+
+impl std::fmt::Debug for Wanted<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Wanted")
+            .field("max_tokens", &self.max_tokens)
+            .field("context", &self.context)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What became of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome {
+    /// Why the text ended.
+    pub finish: Finish,
+    /// The id that ended it, if one did. It was not appended to the sequence.
+    pub stop: Option<TokenId>,
+    /// Ids of the prompt: those that had not been read at the beginning.
+    pub prompt: usize,
+    /// Tokens generated, which are the last of the sequence.
+    pub generated: usize,
+    /// Wall time until the prompt was read.
+    pub prefill: Duration,
+    /// Wall time of the tokens after the first.
+    pub decode: Duration,
+    /// Picks that were made in that time, one that ended the text included.
+    pub decoded: u32,
+}
+
+impl Outcome {
+    /// Seconds of a decoded token; `None` if there was none after the first.
+    #[must_use]
+    pub fn per_token(&self) -> Option<f64> {
+        (self.decoded > 0).then(|| self.decode.as_secs_f64() / f64::from(self.decoded))
+    }
+}
+
+/// Generates texts with an engine. What it holds is the logits that the plan has counted.
+#[derive(Debug)]
+pub struct Generator {
+    logits: Vec<f32>,
+}
+
+impl Generator {
+    /// For texts of this engine.
+    #[must_use]
+    pub fn new(engine: &Engine) -> Self {
+        Self { logits: vec![0.0; engine.checkpoint().config().vocab_size * engine.plan().logit_rows] }
+    }
+
+    /// Continues `ids`, of which the engine has read the first [`Engine::position`], and appends what
+    /// it generates. Afterwards the engine has again read the first [`Engine::position`] of them: all
+    /// but the last, as a rule, and all if the text ended before an id was picked or by an id that was
+    /// not appended. If it was cancelled, the engine must be reset.
+    ///
+    /// # Errors
+    /// Those of the passes, of the picker and of the listener. [`Error::Order`] if there is nothing to
+    /// read.
+    pub fn generate<L: Listener>(
+        &mut self,
+        engine: &mut Engine,
+        ids: &mut Vec<TokenId>,
+        wanted: &Wanted<'_>,
+        picker: &mut impl Pick,
+        listener: &mut L,
+    ) -> Result<Outcome, L::Error> {
+        let vocab = engine.checkpoint().config().vocab_size;
+        let begun = ids.len();
+        let mut outcome = Outcome {
+            finish: Finish::Length,
+            stop: None,
+            prompt: begun.saturating_sub(engine.position()),
+            generated: 0,
+            prefill: Duration::ZERO,
+            decode: Duration::ZERO,
+            decoded: 0,
+        };
+        loop {
+            let started = Instant::now();
+            let first = ids.len() == begun;
+            if !wanted.incremental {
+                engine.reset()?;
+            }
+            let Some(rows) = self.read(engine, ids, first.then_some(outcome.prompt), begun, wanted, listener)? else {
+                outcome.finish = Finish::Cancelled;
+                return Ok(outcome);
+            };
+            if first {
+                outcome.prefill = started.elapsed();
+            } else {
+                outcome.decode += started.elapsed();
+                outcome.decoded += 1;
+            }
+            if wanted.max_tokens == 0 {
+                return Ok(outcome);
+            }
+            let logits = self.logits.get((rows - 1) * vocab..rows * vocab).ok_or(Error::Order)?;
+            let id = picker.pick(ids.len(), ids, logits)?;
+            if (wanted.stops)(id) {
+                (outcome.finish, outcome.stop) = (Finish::Stop, Some(id));
+                return Ok(outcome);
+            }
+            ids.push(id);
+            outcome.generated += 1;
+            if let ControlFlow::Break(finish) = listener.token(id)? {
+                outcome.finish = finish;
+                return Ok(outcome);
+            }
+            if outcome.generated == wanted.max_tokens {
+                return Ok(outcome);
+            }
+            if ids.len() > wanted.context {
+                outcome.finish = Finish::Context;
+                return Ok(outcome);
+            }
+        }
+    }
+
+    /// Reads what the engine has not read of `ids`. `prompt`: how many these are, if they are the
+    /// prompt. Gives the rows of logits of the last pass, the last of which is the last id's; `None`
+    /// if it was stopped.
+    fn read<L: Listener>(
+        &mut self,
+        engine: &mut Engine,
+        ids: &[TokenId],
+        prompt: Option<usize>,
+        begun: usize,
+        wanted: &Wanted<'_>,
+        listener: &mut L,
+    ) -> Result<Option<usize>, L::Error> {
+        let (vocab, chunk) = (engine.checkpoint().config().vocab_size, engine.plan().extent.chunk);
+        let unread = ids.get(engine.position()..).filter(|unread| !unread.is_empty()).ok_or(Error::Order)?;
+        let (mut done, mut rows) = (0, 0);
+        for part in unread.chunks(chunk) {
+            done += part.len();
+            let stage = match prompt {
+                Some(of) => Stage::Prompt { done, of },
+                None => Stage::Token { generated: ids.len() - begun },
+            };
+            rows =
+                if prompt.is_some() && wanted.prompt_logits { part.len() } else { usize::from(done == unread.len()) };
+            listener.begin(stage);
+            let logits = self.logits.get_mut(..rows * vocab).ok_or(Error::Order)?;
+            match engine.step(part, logits, listener) {
+                Err(Error::Stopped) => return Ok(None),
+                other => other?,
+            }
+            listener.passed(stage, logits)?;
+        }
+        Ok(Some(rows))
+    }
+}
