@@ -35,6 +35,9 @@ pub(crate) enum Command {
     /// Shows what a memory budget would be spent on, and what a token would cost; runs nothing.
     Plan(Box<Plan>),
 
+    /// Runs one prompt at several memory budgets and says what each of them gains.
+    Ladder(Box<Ladder>),
+
     /// Replays an expert trace against arenas of other sizes.
     Cachesim(Cachesim),
 
@@ -151,6 +154,62 @@ pub(crate) struct Run {
     #[arg(long, value_name = "FILE.npy")]
     pub(crate) dump_logits: Option<PathBuf>,
 
+    /// The ladder's process whose rung this is.
+    #[arg(long, value_name = "PID", hide = true)]
+    pub(crate) rung_of: Option<i32>,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+const LADDER_HELP: &str = "\
+Each budget is a process of its own, k3 run, so that its peak is its own. A line is printed when its
+process has ended; columns are separated by tabs, and what is not known is \"-\":
+
+  budget_bytes       what was asked for
+  status             ok; refused (below the floor, nothing was run); failed; cancelled
+  floor_bytes        the least budget that can hold this request
+  pinned_layers      layers that stay in memory, of all layers (N/L)
+  head_pinned        whether lm_head stays, too
+  arena_experts      experts that have room in memory
+  seconds_per_token  of the tokens after the first
+  trunk_hit_rate     share of layers found in memory
+  expert_hit_rate    share of experts found in memory
+  gb_per_token       10^9 bytes read for each token after the first
+  peak_rss_bytes     peak of the process
+  same_ids           whether the tokens are those of the first budget that ran
+
+The exit code is 0 also if some budgets were refused, 4 if all were, 1 if the tokens were not the same
+everywhere, and that of the run if one failed.
+
+Examples:
+  k3 ladder --budgets 24M,32M,64M
+  k3 ladder /models/kimi-k3 --budgets 2G,4G,8G,16G --out ladder.tsv --svg ladder.svg
+  k3 ladder /models/kimi-k3 --memory 24G --prompt \"The capital of France is\" --json";
+
+#[derive(Debug, Args)]
+#[command(after_help = LADDER_HELP)]
+pub(crate) struct Ladder {
+    /// Budgets to try, such as 2G,4GiB [default: from the least that will do, by powers of two, to all
+    /// that helps or to --memory].
+    #[arg(long, value_name = "SIZE,SIZE", value_delimiter = ',', num_args = 1, conflicts_with = "memory")]
+    pub(crate) budgets: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) prompt: AnyPrompt,
+
+    /// Tokens to generate.
+    #[arg(long, value_name = "N", default_value = "4")]
+    pub(crate) max_tokens: NonZeroUsize,
+
+    /// Writes the table to a file, too.
+    #[arg(long, value_name = "FILE.tsv")]
+    pub(crate) out: Option<PathBuf>,
+
+    /// Draws time and hit rates, too.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) svg: Option<PathBuf>,
+
     #[command(flatten)]
     pub(crate) common: Common,
 }
@@ -249,6 +308,33 @@ pub(crate) struct Prompt {
     /// The token ids to continue, separated by commas.
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1, value_parser = id)]
     pub(crate) ids: Option<Vec<u32>>,
+}
+
+/// [`Prompt`] where one need not be given.
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub(crate) struct AnyPrompt {
+    /// The text to continue [default: the ids 1,2,3,4].
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<std::ffi::OsString>,
+
+    /// A file with the text to continue, taken byte for byte; "-" is standard input.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) prompt_file: Option<PathBuf>,
+
+    /// The token ids to continue, separated by commas.
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1, value_parser = id)]
+    ids: Option<Vec<u32>>,
+}
+
+impl AnyPrompt {
+    /// What was given, or else ids that every vocabulary has.
+    pub(crate) fn or_ids(&self) -> Prompt {
+        let Self { prompt, prompt_file, ids } = self;
+        let none = prompt.is_none() && prompt_file.is_none() && ids.is_none();
+        let ids = if none { Some(vec![1, 2, 3, 4]) } else { ids.clone() };
+        Prompt { prompt: prompt.clone(), prompt_file: prompt_file.clone(), ids }
+    }
 }
 
 #[derive(Debug, Args)]

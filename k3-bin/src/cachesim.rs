@@ -2,13 +2,15 @@
 
 use crate::args::Cachesim;
 use crate::fail::{DAMAGED, Failure};
+use crate::output::{self, Output};
 use crate::report;
-use crate::text;
+use crate::svg;
 use k3_platform::policy::Policy;
 use k3_platform::trace::Trace;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
+use std::io::Write as _;
 
 /// The curves, in the order of the columns.
 const NAMES: [&str; 3] = ["lru", "frequency", "optimum"];
@@ -16,6 +18,8 @@ const NAMES: [&str; 3] = ["lru", "frequency", "optimum"];
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
     let path = args.file.display();
+    output::check(&[("--svg", args.svg.as_ref())], &[("the trace", Some(&args.file))], None)?;
+    let picture = Output::optional(args.svg.as_ref())?;
     let bytes = std::fs::read(&args.file)
         .map_err(|e| Failure::usage(format!("{path}: {e}"), "name a trace that k3 run --trace has written"))?;
     let trace = match args.pairs {
@@ -27,9 +31,6 @@ pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
     if trace.requests.is_empty() {
         let message = format!("{path}: the trace has no requests");
         return Err(Failure { code: DAMAGED, message, hint: Some("record one with k3 run --trace".to_owned()) });
-    }
-    if args.svg.as_ref().is_some_and(|svg| text::same_file(svg, &args.file)) {
-        return Err(Failure::usage("--svg names the trace itself", "name another file"));
     }
     let distinct = trace.requests.iter().map(|r| r.name).collect::<BTreeSet<_>>().len();
     let slots = if args.slots.is_empty() {
@@ -44,8 +45,9 @@ pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
             (slots, [lru, frequency, trace.belady(slots).rate()])
         })
         .collect();
-    if let Some(svg) = &args.svg {
-        std::fs::write(svg, plot(&rows)).map_err(|e| Failure::output(svg, &e))?;
+    if let Some((path, mut out)) = args.svg.as_ref().zip(picture) {
+        let written = out.write_all(plot(&rows).as_bytes()).and_then(|()| out.finish());
+        written.map_err(|e| Failure::output(path, &e))?;
     }
     let requests = trace.requests.iter().filter(|r| r.step > 0).count();
     if args.json {
@@ -67,33 +69,15 @@ pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
 }
 
 /// The curves as a picture: slots to the right, hit rate upwards.
+#[expect(clippy::cast_precision_loss, reason = "a picture")]
 fn plot(rows: &[(usize, [f64; 3])]) -> String {
-    const COLOURS: [&str; 3] = ["#888888", "#1f6fb4", "#c0392b"];
-    let most = rows.iter().map(|r| r.0).max().unwrap_or(1).max(1);
-    #[expect(clippy::cast_precision_loss, reason = "a picture")]
-    let x = |slots: usize| 60.0 + 520.0 * slots as f64 / most as f64;
-    let y = |rate: f64| 340.0 - 300.0 * rate;
-    let mut svg = String::from(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"640\" height=\"400\" font-family=\"sans-serif\" font-size=\"12\">\n\
-         <rect width=\"640\" height=\"400\" fill=\"white\"/>\n",
-    );
-    for tenth in (0..=10).step_by(2) {
-        let at = y(f64::from(tenth) / 10.0);
-        let _ = writeln!(svg, "<line x1=\"60\" x2=\"580\" y1=\"{at}\" y2=\"{at}\" stroke=\"#dddddd\"/>");
-        let _ = writeln!(svg, "<text x=\"52\" y=\"{}\" text-anchor=\"end\">{} %</text>", at + 4.0, tenth * 10);
-    }
-    for (i, (name, colour)) in NAMES.iter().zip(COLOURS).enumerate() {
-        let points: Vec<String> = rows.iter().map(|(s, r)| format!("{:.1},{:.1}", x(*s), y(r[i]))).collect();
-        let _ = writeln!(
-            svg,
-            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
-            points.join(" ")
-        );
-        let _ = writeln!(svg, "<text x=\"{}\" y=\"24\" fill=\"{colour}\">{name}</text>", 70 + 100 * i);
-    }
-    for (slots, _) in rows {
-        let _ = writeln!(svg, "<text x=\"{:.1}\" y=\"358\" text-anchor=\"middle\">{slots}</text>", x(*slots));
-    }
-    svg.push_str("<text x=\"320\" y=\"384\" text-anchor=\"middle\">experts in memory</text>\n</svg>\n");
-    svg
+    let most = rows.iter().map(|r| r.0).max().unwrap_or(1).max(1) as f64;
+    let place = |slots: usize| slots as f64 / most;
+    let curve = |(i, name)| svg::Curve { name, points: rows.iter().map(|(s, r)| (place(*s), r[i])).collect() };
+    svg::draw(&[svg::Chart {
+        axis: "experts in memory",
+        ticks: rows.iter().map(|(slots, _)| (place(*slots), slots.to_string())).collect(),
+        unit: svg::Unit::Share,
+        curves: NAMES.into_iter().enumerate().map(curve).collect(),
+    }])
 }

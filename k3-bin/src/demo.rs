@@ -10,18 +10,20 @@
 //! There is no lock and no marker. A file is either missing, or wrong, or the bytes that every
 //! process with this ID would write, and a rename puts it there whole: so any number of processes may
 //! unpack at once, a stopped one leaves work for the next, and a crash of the machine that loses
-//! unsynced bytes is found by the digest. A cache folder that cannot be used is replaced by a private
-//! temporary folder, which goes away with the process.
+//! unsynced bytes is found by the digest. Where no folder can be used the demo is read from the program
+//! itself: there is nothing to clean up then, however the process ends.
 
+use k3_platform::io::Source;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-/// An unpacked demo.
+/// The demo, ready to be opened.
 #[derive(Debug)]
 pub(crate) struct Demo {
     dir: PathBuf,
     touched: u64,
-    #[cfg(feature = "demo")]
-    _private: Option<tempfile::TempDir>,
+    /// Whether it is read from the program, and `dir` is only a name.
+    included: bool,
 }
 
 impl Demo {
@@ -30,10 +32,29 @@ impl Demo {
         &self.dir
     }
 
-    /// Bytes of the binary that were written out. They are pages of this process from then on, and so
-    /// part of its peak.
-    pub(crate) fn touched(&self) -> u64 {
+    /// Bytes of the binary that were written out, or will be read. They are pages of this process from
+    /// then on, and so part of its peak.
+    pub(crate) const fn touched(&self) -> u64 {
         self.touched
+    }
+
+    /// The same of a process that is started now.
+    pub(crate) const fn touched_again(&self) -> u64 {
+        if self.included { self.touched } else { 0 }
+    }
+
+    /// Whether it has no directory.
+    pub(crate) const fn is_included(&self) -> bool {
+        self.included
+    }
+
+    /// Where its files are read, if not from the disk.
+    pub(crate) fn source(&self) -> Option<Arc<dyn Source>> {
+        #[cfg(feature = "demo")]
+        if self.included {
+            return Some(Arc::new(packed::Included));
+        }
+        None
     }
 }
 
@@ -50,13 +71,15 @@ const NAME_ONE: &str = "name a checkpoint directory, or set K3_MODEL";
 #[cfg(feature = "demo")]
 mod packed {
     use super::{Demo, NAME_ONE};
-    use crate::fail::{self, Failure};
+    use crate::fail::Failure;
+    use k3_platform::io::{ReadAt, Source};
     use sha2::{Digest as _, Sha256};
     use std::ffi::OsString;
     use std::fs;
     use std::io::{self, Read as _, Write as _};
     use std::os::unix::fs::DirBuilderExt as _;
     use std::path::{Path, PathBuf};
+    use std::sync::Arc;
     use std::time::{Duration, SystemTime};
 
     /// A file of the demo.
@@ -91,34 +114,54 @@ mod packed {
                 match fill(&dir, FILES) {
                     Ok(touched) => {
                         say(format!("no MODEL_DIR: this is the tiny demo model, from {}", dir.display()));
-                        return Ok(Demo { dir, touched, _private: None });
+                        return Ok(Demo { dir, touched, included: false });
                     }
                     Err(error) => format!("{}: {error}", dir.display()),
                 }
             }
             None => "neither XDG_CACHE_HOME nor HOME names a folder".to_owned(),
         };
-        // Only this user can enter it, and its name cannot be foreseen.
-        let private = tempfile::Builder::new().prefix("k3-demo-").tempdir();
-        match private.and_then(|private| Ok((fill(private.path(), FILES)?, private))) {
-            Ok((touched, private)) => {
-                say(format!("no MODEL_DIR: this is the tiny demo model, in a temporary folder, for {refused}"));
-                Ok(Demo { dir: private.path().to_owned(), touched, _private: Some(private) })
-            }
-            Err(error) => {
-                let bytes: usize = FILES.iter().map(|f| f.bytes.len()).sum();
-                Err(Failure {
-                    code: fail::IO,
-                    message: format!(
-                        "the demo model cannot be unpacked: {refused}; {}: {error}",
-                        std::env::temp_dir().display()
-                    ),
-                    hint: Some(format!(
-                        "let XDG_CACHE_HOME or TMPDIR name a folder with {} free, or {NAME_ONE}",
-                        k3_platform::units::human(bytes as u64)
-                    )),
-                })
-            }
+        say(format!("no MODEL_DIR: this is the tiny demo model, read from k3 itself, for {refused}"));
+        let bytes: usize = FILES.iter().map(|f| f.bytes.len()).sum();
+        Ok(Demo { dir: PathBuf::from("demo"), touched: bytes as u64, included: true })
+    }
+
+    /// The files as they lie in the program.
+    #[derive(Debug)]
+    pub(super) struct Included;
+
+    impl Source for Included {
+        fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
+            let name = path.file_name().and_then(|name| name.to_str());
+            let file = FILES.iter().find(|f| Some(f.name) == name).ok_or(io::ErrorKind::NotFound)?;
+            Ok(Arc::new(Slice { path: path.to_owned(), bytes: file.bytes }))
+        }
+    }
+
+    /// One of them.
+    struct Slice {
+        path: PathBuf,
+        bytes: &'static [u8],
+    }
+
+    impl ReadAt for Slice {
+        fn len(&self) -> io::Result<u64> {
+            Ok(self.bytes.len() as u64)
+        }
+
+        fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+            let rest = usize::try_from(offset).ok().and_then(|at| self.bytes.get(at..)).unwrap_or_default();
+            let count = rest.len().min(buf.len());
+            buf[..count].copy_from_slice(&rest[..count]);
+            Ok(count)
+        }
+
+        fn alignment(&self) -> usize {
+            1
+        }
+
+        fn path(&self) -> &Path {
+            &self.path
         }
     }
 

@@ -5,6 +5,8 @@ use k3_platform::error::Error;
 use k3_platform::synth::SynthError;
 use std::io::{ErrorKind, Write as _};
 
+/// A check that was asked for failed.
+pub(crate) const CHECK: u8 = 1;
 /// Usage, or a config or prompt that is refused.
 pub(crate) const USAGE: u8 = 2;
 /// The checkpoint or vocabulary is damaged, incomplete or of another model.

@@ -4,12 +4,16 @@ mod args;
 mod cachesim;
 mod demo;
 mod fail;
+mod ladder;
 mod npy;
+mod output;
 mod perplexity;
 mod plan;
 mod report;
 mod run;
+mod signals;
 mod start;
+mod svg;
 mod synth;
 mod text;
 
@@ -24,6 +28,7 @@ fn main() -> ExitCode {
         Command::Run(run) => run::run(&run),
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
         Command::Plan(plan) => plan::plan(&plan),
+        Command::Ladder(ladder) => ladder::ladder(&ladder),
         Command::Cachesim(cachesim) => cachesim::cachesim(&cachesim),
         Command::Synth(synth) => synth::run(&synth),
     };

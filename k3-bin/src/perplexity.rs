@@ -3,6 +3,7 @@
 use crate::args::Perplexity;
 use crate::fail::Failure;
 use crate::npy::Npy;
+use crate::output::{self, Output};
 use crate::report::{self, Progress};
 use crate::start::{Options, Started, Wanted};
 use crate::text;
@@ -22,9 +23,9 @@ const WINDOW: usize = 2048;
 pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     let started = Instant::now();
     let options = Options::new(&args.common)?;
-    if args.nll_out.as_ref().is_some_and(|out| text::same_file(out, &args.file)) {
-        return Err(Failure::usage("--nll-out names the text itself", "name another file"));
-    }
+    let files = [("--file", Some(&args.file))];
+    output::check(&[("--nll-out", args.nll_out.as_ref())], &files, args.common.model.as_deref())?;
+    let out = Output::optional(args.nll_out.as_ref())?;
     let bytes = text::read(&args.file, "--file", options.budget())?;
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, true)?;
@@ -44,7 +45,7 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     let mut run = opened.start(Wanted { context: window, prompt: window, all_logits: true, tokenizer })?;
     let open = started.elapsed();
     let mut text = Text { args, vocabulary, ids: &ids, window };
-    let (loss, complete) = text.score(&mut run)?;
+    let (loss, complete) = text.score(&mut run, out)?;
     let total = started.elapsed();
     let stats = run.engine.stats();
     if args.common.json {
@@ -90,7 +91,7 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
         report::resources(&stats, run.engine.plan());
     }
     report::damage(&stats);
-    Ok(run.code(!complete))
+    Ok(Started::code(!complete))
 }
 
 /// A text and how it is cut.
@@ -103,15 +104,15 @@ struct Text<'a> {
 
 impl Text<'_> {
     /// Sums over the text; false if a signal ended it early.
-    fn score(&mut self, run: &mut Started) -> Result<(Loss, bool), Failure> {
+    fn score(&mut self, run: &mut Started, out: Option<Output>) -> Result<(Loss, bool), Failure> {
         let engine = &mut run.engine;
         let config = *engine.checkpoint().config();
         let (vocab, chunk) = (config.vocab_size, engine.plan().extent.chunk);
         let mut logits = vec![0.0; vocab * engine.plan().logit_rows];
         let (inputs, targets) = (&self.ids[..self.ids.len() - 1], &self.ids[1..]);
-        let mut out = match &self.args.nll_out {
-            Some(path) => {
-                Some((Npy::<f64>::create(path, &[targets.len()]).map_err(|e| Failure::output(path, &e))?, path))
+        let mut out = match self.args.nll_out.as_ref().zip(out) {
+            Some((path, out)) => {
+                Some((Npy::<f64>::new(out, &[targets.len()]).map_err(|e| Failure::output(path, &e))?, path))
             }
             None => None,
         };

@@ -1,6 +1,7 @@
 //! What the person at the terminal sees: progress while it runs, a report at the end.
 
 use crate::fail::Failure;
+use crate::output;
 use k3_core::model::Observer;
 use k3_core::view::{ExpertId, LayerIndex};
 use k3_platform::engine::Stats;
@@ -95,12 +96,16 @@ pub(crate) fn print_json(object: &Value) -> Result<(), Failure> {
 
 /// Prints a result. Whoever goes away instead of reading it is no failure.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
-    let mut out = std::io::stdout().lock();
-    match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(Failure::output(std::path::Path::new("standard output"), &e))
-        }
-        _ => Ok(()),
+    print_line(text).map(drop)
+}
+
+/// The same of a line among others: false if whoever read them went away.
+pub(crate) fn print_line(text: &str) -> Result<bool, Failure> {
+    // One piece, so that it is not written word by word.
+    match output::stdout().write_all(format!("{text}\n").as_bytes()) {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(false),
+        Err(e) => Err(Failure::output(std::path::Path::new("standard output"), &e)),
+        Ok(()) => Ok(true),
     }
 }
 

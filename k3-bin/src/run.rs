@@ -2,7 +2,9 @@
 
 use crate::args::Run;
 use crate::fail::Failure;
+use crate::ladder;
 use crate::npy::Npy;
+use crate::output::{self, Output};
 use crate::report::{self, Progress};
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
@@ -33,8 +35,7 @@ impl Out {
         if self.json || bytes.is_empty() || self.closed {
             return Ok(());
         }
-        let mut out = std::io::stdout().lock();
-        match out.write_all(bytes).and_then(|()| out.flush()) {
+        match output::stdout().write_all(bytes) {
             Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => self.closed = true,
             Err(e) => return Err(Failure::output(std::path::Path::new("standard output"), &e)),
             Ok(()) => {}
@@ -46,17 +47,15 @@ impl Out {
 /// Records the experts that passes ask for. What a run that was stopped has recorded is a trace too.
 struct Tracer {
     path: std::path::PathBuf,
-    out: std::io::BufWriter<std::fs::File>,
+    out: Output,
     step: u32,
     /// The first error of writing, told after the pass.
     failed: Option<std::io::Error>,
 }
 
 impl Tracer {
-    fn create(path: &std::path::Path, chosen: usize) -> Result<Self, Failure> {
-        let out = std::fs::File::create(path).map_err(|e| Failure::target(path, &e))?;
-        let mut out = std::io::BufWriter::new(out);
-        trace::begin(&mut out, chosen).map_err(|e| Failure::target(path, &e))?;
+    fn new(path: &std::path::Path, mut out: Output, chosen: usize) -> Result<Self, Failure> {
+        trace::begin(&mut out, chosen).map_err(|e| Failure::output(path, &e))?;
         Ok(Self { path: path.to_owned(), out, step: 0, failed: None })
     }
 
@@ -68,8 +67,8 @@ impl Tracer {
         }
     }
 
-    fn finish(mut self) -> Result<(), Failure> {
-        self.out.flush().map_err(|e| Failure::output(&self.path, &e))
+    fn finish(self) -> Result<(), Failure> {
+        self.out.finish().map_err(|e| Failure::output(&self.path, &e))
     }
 }
 
@@ -83,10 +82,13 @@ struct Watch<'r> {
     /// Tokens that were said.
     said: usize,
     max_tokens: usize,
+    /// When the first layer of all was done.
+    first_layer: Option<Instant>,
 }
 
 impl Observer for Watch<'_> {
     fn layer(&mut self, layer: LayerIndex, running_sum: &[f32]) {
+        self.first_layer.get_or_insert_with(Instant::now);
         self.progress.layer(layer, running_sum);
     }
 
@@ -151,6 +153,8 @@ impl Listener for Watch<'_> {
 struct Times {
     /// Until the engine stood.
     open: Duration,
+    /// Until the first layer was done.
+    first_layer: Option<Duration>,
     total: Duration,
 }
 
@@ -160,18 +164,18 @@ type Dump<'p> = (Npy<f32>, &'p std::path::Path);
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let started = Instant::now();
-    let options = Options::new(&args.common)?;
-    let files = [&args.prompt.prompt_file, &args.dump_logits, &args.trace];
-    for (i, a) in files.iter().enumerate() {
-        for b in &files[i + 1..] {
-            if let (Some(a), Some(b)) = (a, b)
-                && (a == b || text::same_file(a, b))
-            {
-                let message = format!("{} is named twice, once to be written", b.display());
-                return Err(Failure::usage(message, "--prompt-file, --dump-logits and --trace take different files"));
-            }
-        }
+    if let Some(parent) = args.rung_of {
+        ladder::end_with(parent)?;
     }
+    let options = Options::new(&args.common)?;
+    output::check(
+        &[("--dump-logits", args.dump_logits.as_ref()), ("--trace", args.trace.as_ref())],
+        &[("--prompt-file", args.prompt.prompt_file.as_ref())],
+        args.common.model.as_deref(),
+    )?;
+    // A target that cannot be written is refused before anything is read or computed.
+    let dump = Output::optional(args.dump_logits.as_ref())?;
+    let tracer = Output::optional(args.trace.as_ref())?;
     let prompt = text::source(&args.prompt, options.budget())?;
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, matches!(prompt, Source::Text(_)))?;
@@ -182,11 +186,10 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         (Source::Text(_), None) => Vec::new(),
     };
     let context = check_prompt(args, &prompt, opened.checkpoint.config().vocab_size)?;
-    // A target that cannot be written is refused before anything is computed.
-    let dump = match &args.dump_logits {
-        Some(path) => {
+    let dump = match args.dump_logits.as_ref().zip(dump) {
+        Some((path, out)) => {
             let shape = [prompt.len(), opened.checkpoint.config().vocab_size];
-            Some((Npy::create(path, &shape).map_err(|e| Failure::target(path, &e))?, path.as_path()))
+            Some((Npy::new(out, &shape).map_err(|e| Failure::output(path, &e))?, path.as_path()))
         }
         None => None,
     };
@@ -196,15 +199,15 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         all_logits: args.dump_logits.is_some(),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
     })?;
-    // A run that is refused leaves an older trace as it is.
     let config = *run.engine.checkpoint().config();
-    let tracer = match &args.trace {
-        Some(path) => Some(Tracer::create(path, config.num_experts_per_token)?),
+    let tracer = match args.trace.as_ref().zip(tracer) {
+        Some((path, out)) => Some(Tracer::new(path, out, config.num_experts_per_token)?),
         None => None,
     };
     let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
     let progress = Progress::new(!args.common.quiet, config.num_hidden_layers);
-    let mut watch = Watch { progress, tracer, dump, vocabulary, out, said: 0, max_tokens: args.max_tokens };
+    let mut watch =
+        Watch { progress, tracer, dump, vocabulary, out, said: 0, max_tokens: args.max_tokens, first_layer: None };
     let open = started.elapsed();
     let wanted = generate::Wanted {
         max_tokens: args.max_tokens,
@@ -223,20 +226,15 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let rest = watch.out.streamed.finish();
     watch.out.write(&rest)?;
     watch.out.write(if watch.out.text.is_empty() { b"" } else { b"\n" })?;
-    let times = Times { open, total: started.elapsed() };
+    let first_layer = watch.first_layer.map(|done| done.duration_since(started));
+    let times = Times { open, first_layer, total: started.elapsed() };
     end(args, &run, &ids, &outcome, times, &watch)?;
-    Ok(run.code(outcome.finish == Finish::Cancelled))
+    Ok(Started::code(outcome.finish == Finish::Cancelled))
 }
 
 /// Refuses what no pass could run. Returns the context.
 fn check_prompt(args: &Run, prompt: &[TokenId], vocab: usize) -> Result<usize, Failure> {
-    if prompt.is_empty() {
-        return Err(Failure::usage("the prompt is empty", "the model continues text: give it at least one token"));
-    }
-    if let Some((i, id)) = prompt.iter().enumerate().find(|(_, id)| id.get() >= vocab) {
-        let hint = format!("ids are 0 to {}", vocab - 1);
-        return Err(Failure::usage(format!("token id {} at place {i} is not in the vocabulary", id.0), hint));
-    }
+    text::check_ids(prompt, vocab)?;
     // The last token generated is printed and never read.
     let needed = prompt.len().saturating_add(args.max_tokens.saturating_sub(1));
     let context = args.context.unwrap_or(needed);
@@ -269,6 +267,8 @@ fn end(
     if args.common.json {
         let numbers = |ids: &[TokenId]| ids.iter().map(|id| id.0).collect::<Vec<_>>();
         let (prompt, generated) = ids.split_at(outcome.prompt);
+        let mut io = report::io(&stats, run.direct());
+        io["bytes_per_token"] = json!(outcome.read_per_token());
         report::print_json(&json!({
             "model": engine.checkpoint().dir().display().to_string(),
             "prompt_ids": numbers(prompt),
@@ -277,10 +277,11 @@ fn end(
             "finish_reason": outcome.finish.name(),
             "usage": {"prompt_tokens": prompt.len(), "generated_tokens": generated.len()},
             "memory": report::memory(engine.plan()),
-            "io": report::io(&stats, run.direct()),
+            "io": io,
             "seconds": {
                 "total": times.total.as_secs_f64(),
                 "open": times.open.as_secs_f64(),
+                "first_layer": times.first_layer.map(|t| t.as_secs_f64()),
                 "prefill": outcome.prefill.as_secs_f64(),
                 "per_token": outcome.per_token(),
                 "waited_for_disk": stats.waited().as_secs_f64(),
@@ -290,7 +291,7 @@ fn end(
             "damaged_experts": report::damaged(&stats),
         }))?;
     }
-    if !args.common.quiet {
+    if !args.common.quiet && args.rung_of.is_none() {
         run.note_buffered();
         report::end(outcome, &stats, engine.plan());
     }

@@ -2,19 +2,22 @@
 
 use crate::args::{Common, Experts, Io};
 use crate::demo::{self, Demo};
-use crate::fail::{self, Failure};
+use crate::fail::Failure;
 use crate::report;
+use crate::signals;
 use k3_core::backend::Backend;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
+use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode};
 use k3_platform::memory::{available, default_threads, rss};
 use k3_platform::plan::{Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io::Write as _;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// What is left free of the memory a machine has to give when --memory is auto: an eighth, at least
 /// this (bytes), but not more than half.
@@ -50,7 +53,6 @@ pub(crate) struct Opened<'a> {
     disk: Disk,
     demo: Option<Demo>,
     stop: Arc<AtomicBool>,
-    signal: Arc<AtomicUsize>,
     pub(crate) checkpoint: Checkpoint,
 }
 
@@ -59,9 +61,6 @@ pub(crate) struct Started {
     pub(crate) engine: Engine,
     disk: Disk,
     direct: bool,
-    signal: Arc<AtomicUsize>,
-    /// A private folder goes away with it.
-    _demo: Option<Demo>,
 }
 
 impl<'a> Options<'a> {
@@ -77,8 +76,7 @@ impl<'a> Options<'a> {
     /// Opens the checkpoint, or the demo where none is named. From here on signals stop a pass and not
     /// the process.
     pub(crate) fn open(self) -> Result<Opened<'a>, Failure> {
-        let stop = Arc::default();
-        let signal = watch_signals(&stop)?;
+        let stop = signals::watch()?;
         let (dir, demo) = match &self.common.model {
             Some(dir) => (dir.clone(), None),
             None => {
@@ -87,17 +85,35 @@ impl<'a> Options<'a> {
             }
         };
         let disk = Disk::new(if self.common.io == Io::Direct { Mode::Direct } else { Mode::Buffered });
-        let checkpoint = Checkpoint::open(&dir, Arc::new(disk.clone()))?;
-        Ok(Opened { options: self, disk, demo, stop, signal, checkpoint })
+        let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(|| Arc::new(disk.clone()));
+        let checkpoint = Checkpoint::open(&dir, source)?;
+        Ok(Opened { options: self, disk, demo, stop, checkpoint })
     }
 }
 
 impl Opened<'_> {
     /// The plan a run would be made by.
     pub(crate) fn plan(&self, wanted: Wanted) -> Result<Plan, Failure> {
-        let Self { options: Options { common, budget, .. }, demo, checkpoint, .. } = self;
-        let request = Request {
-            budget: *budget,
+        let touched = self.demo.as_ref().map_or(0, Demo::touched);
+        Ok(self.checkpoint.plan(&self.request(self.options.budget, touched, wanted), wanted.tokenizer)?)
+    }
+
+    /// The plan that a run of its own process would be made by, if it were given `budget` bytes.
+    pub(crate) fn plan_of_child(&self, budget: u64, wanted: Wanted) -> Result<Plan, Error> {
+        let touched = self.demo.as_ref().map_or(0, Demo::touched_again);
+        self.checkpoint.plan(&self.request(budget, touched, wanted), wanted.tokenizer)
+    }
+
+    /// What a child must be told so that it finds this checkpoint: nothing where it is part of k3.
+    pub(crate) fn named(&self) -> Option<&Path> {
+        let included = self.demo.as_ref().is_some_and(Demo::is_included);
+        (!included).then(|| self.checkpoint.dir())
+    }
+
+    fn request(&self, budget: u64, touched: u64, wanted: Wanted) -> Request {
+        let common = self.options.common;
+        Request {
+            budget,
             context: wanted.context,
             prompt: wanted.prompt,
             chunk: common.chunk.map(|n| n.get().min(wanted.prompt.max(1))),
@@ -108,9 +124,8 @@ impl Opened<'_> {
                 Experts::Lru => Policy::Lru,
                 Experts::Frequency => Policy::Frequency,
             },
-            touched: demo.as_ref().map_or(0, Demo::touched),
-        };
-        Ok(checkpoint.plan(&request, wanted.tokenizer)?)
+            touched,
+        }
     }
 
     /// The kernels a run would compute with.
@@ -121,19 +136,20 @@ impl Opened<'_> {
     /// Plans, says so, and builds the engine.
     pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
         let plan = self.plan(wanted)?;
-        let Self { options: Options { common, backend, .. }, disk, demo, stop, signal, checkpoint } = self;
+        let Self { options: Options { common, backend, .. }, disk, demo, stop, checkpoint } = self;
+        let included = demo.is_some_and(|demo| demo.is_included());
         if !common.quiet {
             report::plan(&plan, backend.name());
         }
         let engine = Engine::new(checkpoint, plan, backend, stop)?;
-        Ok(Started { engine, disk, direct: common.io == Io::Direct, signal, _demo: demo })
+        Ok(Started { engine, disk, direct: common.io == Io::Direct && !included })
     }
 }
 
 impl Started {
     /// The exit code of what is not a failure.
-    pub(crate) fn code(&self, cancelled: bool) -> u8 {
-        if cancelled { 128 + u8::try_from(self.signal.load(Ordering::SeqCst)).unwrap_or(2) } else { 0 }
+    pub(crate) fn code(cancelled: bool) -> u8 {
+        if cancelled { signals::code() } else { 0 }
     }
 
     /// Whether reads went past the page cache.
@@ -147,22 +163,6 @@ impl Started {
             let _ = writeln!(std::io::stderr(), "note: this file system has no O_DIRECT; reads were buffered");
         }
     }
-}
-
-/// SIGINT and SIGTERM: a flag the engine looks at, and the number for the exit code. The first one
-/// stops the pass and prints what there is; a second one ends the process at once.
-fn watch_signals(stop: &Arc<AtomicBool>) -> Result<Arc<AtomicUsize>, Failure> {
-    use signal_hook::consts::{SIGINT, SIGTERM};
-    use signal_hook::flag;
-    let number = Arc::new(AtomicUsize::new(0));
-    for (signal, value) in [(SIGINT, 2), (SIGTERM, 15)] {
-        // In this order: the shutdown looks at the flag before this signal sets it.
-        flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(stop))
-            .and_then(|_| flag::register_usize(signal, Arc::clone(&number), value))
-            .and_then(|_| flag::register(signal, Arc::clone(stop)))
-            .map_err(|e| Failure { code: fail::IO, message: format!("signals: {e}"), hint: None })?;
-    }
-    Ok(number)
 }
 
 fn backend(name: &str) -> Result<Backend, Failure> {

@@ -46,6 +46,18 @@ pub(crate) fn read(path: &Path, option: &str, budget: u64) -> Result<Vec<u8>, Fa
     Ok(bytes)
 }
 
+/// Refuses a prompt that no model of `vocab` ids can continue.
+pub(crate) fn check_ids(prompt: &[TokenId], vocab: usize) -> Result<(), Failure> {
+    if prompt.is_empty() {
+        return Err(Failure::usage("the prompt is empty", "the model continues text: give it at least one token"));
+    }
+    if let Some((i, id)) = prompt.iter().enumerate().find(|(_, id)| id.get() >= vocab) {
+        let hint = format!("ids are 0 to {}", vocab - 1);
+        return Err(Failure::usage(format!("token id {} at place {i} is not in the vocabulary", id.0), hint));
+    }
+    Ok(())
+}
+
 /// Whether two names lead to one file that is there.
 pub(crate) fn same_file(a: &Path, b: &Path) -> bool {
     matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)

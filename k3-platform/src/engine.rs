@@ -157,6 +157,12 @@ impl Engine {
         Ok(result?)
     }
 
+    /// Bytes that came from files so far: of the [`Engine::stats`], what is cheap to ask for.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.storage.fetch.bytes_read()
+    }
+
     /// What was done so far.
     #[must_use]
     pub fn stats(&self) -> Stats {

@@ -155,6 +155,9 @@ pub struct Outcome {
     pub decode: Duration,
     /// Picks that were made in that time, one that ended the text included.
     pub decoded: u32,
+    /// Bytes that came from files in that time. Reads go ahead of what computes, so a few of them may be
+    /// for the token that comes next.
+    pub decode_read: u64,
 }
 
 impl Outcome {
@@ -162,6 +165,13 @@ impl Outcome {
     #[must_use]
     pub fn per_token(&self) -> Option<f64> {
         (self.decoded > 0).then(|| self.decode.as_secs_f64() / f64::from(self.decoded))
+    }
+
+    /// Bytes read for a decoded token; `None` if there was none after the first.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
+    pub fn read_per_token(&self) -> Option<f64> {
+        (self.decoded > 0).then(|| self.decode_read as f64 / f64::from(self.decoded))
     }
 }
 
@@ -204,7 +214,9 @@ impl Generator {
             prefill: Duration::ZERO,
             decode: Duration::ZERO,
             decoded: 0,
+            decode_read: 0,
         };
+        let mut read_before = 0;
         loop {
             let started = Instant::now();
             let first = ids.len() == begun;
@@ -217,9 +229,11 @@ impl Generator {
             };
             if first {
                 outcome.prefill = started.elapsed();
+                read_before = engine.bytes_read();
             } else {
                 outcome.decode += started.elapsed();
                 outcome.decoded += 1;
+                outcome.decode_read = engine.bytes_read() - read_before;
             }
             if wanted.max_tokens == 0 {
                 return Ok(outcome);

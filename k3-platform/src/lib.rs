@@ -13,6 +13,7 @@
 //! vocabulary   text <-> ids
 //! exec         threads                         memory    what the machine has
 //! io           files, direct or buffered       aligned   memory that goes back to the system
+//! ladder       budgets worth trying one after another
 //! synth        checkpoints without a download, for measuring and tests
 //! ```
 //!
@@ -30,6 +31,7 @@ pub mod fetch;
 pub mod generate;
 pub mod index;
 pub mod io;
+pub mod ladder;
 pub mod memory;
 pub mod plan;
 pub mod policy;
