@@ -21,7 +21,8 @@
 //!    is missing is an error that names it, never a default.
 //! 2. [`checkpoint`] knows every tensor's name, shape and place in the walk; [`safetensors`] reads the
 //!    headers of the files that hold them.
-//! 3. [`tokenizer`] turns text into ids and ids into bytes.
+//! 3. [`tokenizer`] turns text into ids and ids into bytes; [`chat`] turns a conversation into texts and
+//!    control ids, and the model's ids back into thinking, answer and tool calls.
 //! 4. [`model`] is the forward pass. It asks [`Weights`](model::Weights) for tensors in a fixed order
 //!    and spreads work by an [`Executor`](exec::Executor); an embedder writes these two (the second
 //!    may be [`Serial`](exec::Serial)). What a sequence remembers is a [`State`](model::State), what a
@@ -111,6 +112,7 @@ extern crate std;
 
 pub mod backend;
 pub mod carve;
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
 pub mod exec;

@@ -70,6 +70,9 @@ pub use pretoken::{CHUNK_CHARS, Pieces, RUN_CHARS};
 pub use specials::{BLOCK, Control, NAME_MAX, Occurrence, SpecialError, Specials, Spelling};
 pub use vocab::{LineFault, Vocab, VocabError};
 
+#[cfg(test)]
+pub(crate) use vocab::tests::base64;
+
 use crate::carve::{BufferError, Line};
 use crate::view::TokenId;
 use pretoken::{Chunk, Chunks, Split};
