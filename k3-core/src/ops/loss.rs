@@ -16,17 +16,27 @@ use crate::view::TokenId;
 /// # Errors
 /// [`NonFiniteLogit`] if any logit is infinite or NaN: such a row says nothing about its target.
 pub fn nll(logits: &[f32], target: TokenId) -> Result<Option<f64>, NonFiniteLogit> {
-    let best = argmax(logits)?;
-    let at = |id: TokenId| logits.get(id.get()).copied().map(f64::from);
-    let Some((max, wanted)) = best.and_then(at).zip(at(target)) else { return Ok(None) };
+    let wanted = logits.get(target.get()).copied().map(f64::from);
+    // The maximum itself adds 1, so the logarithm is of a number from 1 to the vocabulary's size.
+    Ok(log_sum_exp(logits)?.zip(wanted).map(|((max, log), wanted)| log + (max - wanted)))
+}
+
+/// The largest logit `m`, and `ln sum exp(l - m)`: the logarithm of the sum of all `exp(l)` is the sum of the
+/// two. `None` if there are no logits.
+///
+/// # Errors
+/// [`NonFiniteLogit`] if any logit is infinite or NaN.
+pub fn log_sum_exp(logits: &[f32]) -> Result<Option<(f64, f64)>, NonFiniteLogit> {
+    let Some(max) = argmax(logits)?.and_then(|id| logits.get(id.get()).copied()).map(f64::from) else {
+        return Ok(None);
+    };
     let mut lanes = [0.0; LANES];
     for block in logits.chunks(LANES) {
         for (lane, &logit) in lanes.iter_mut().zip(block) {
             *lane += exp64(f64::from(logit) - max);
         }
     }
-    // The maximum itself adds 1, so the logarithm is of a number from 1 to the vocabulary's size.
-    Ok(Some(libm::log(fold(lanes)) + (max - wanted)))
+    Ok(Some((max, libm::log(fold(lanes)))))
 }
 
 /// A running sum of [`nll`] over the tokens of a text, in their order.
