@@ -4,7 +4,7 @@
 //! program that has one.
 
 #[path = "../../k3-core/tests/tiny/mod.rs"]
-mod tiny;
+pub(crate) mod tiny;
 
 use crate::counting::allocations;
 use k3_core::backend::Backend;

@@ -9,5 +9,6 @@ mod ops;
 mod oracle;
 mod refusals;
 mod run;
+mod sequences;
 mod stops;
 mod synth;

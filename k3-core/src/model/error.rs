@@ -47,11 +47,18 @@ impl core::fmt::Display for Place {
 pub enum ForwardError<E> {
     /// Refused: no ids were given.
     EmptyChunk,
-    /// Refused: more ids than the workspace was made for.
+    /// Refused: the ids are not as many as the sequences say.
+    SequenceLengths {
+        /// Ids given.
+        given: usize,
+        /// Positions of all sequences.
+        positions: usize,
+    },
+    /// Refused: more ids than the workspace, or the journal, was made for.
     ChunkTooLong {
         /// Ids given.
         given: usize,
-        /// [`crate::model::Extent::chunk`].
+        /// [`crate::model::Extent::chunk`] or [`crate::model::Journal::positions`].
         chunk: usize,
     },
     /// Refused: the state, or the workspace, has no room for these positions.
@@ -114,6 +121,7 @@ impl<E> ForwardError<E> {
         Ok(match self {
             Self::Weights(e) => return Err(e),
             Self::EmptyChunk => ForwardError::EmptyChunk,
+            Self::SequenceLengths { given, positions } => ForwardError::SequenceLengths { given, positions },
             Self::ChunkTooLong { given, chunk } => ForwardError::ChunkTooLong { given, chunk },
             Self::ContextFull { needed, context } => ForwardError::ContextFull { needed, context },
             Self::TokenOutOfRange { index, id } => ForwardError::TokenOutOfRange { index, id },
@@ -131,6 +139,9 @@ impl<E: core::fmt::Display> core::fmt::Display for ForwardError<E> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Self::EmptyChunk => f.write_str("there are no token ids"),
+            Self::SequenceLengths { given, positions } => {
+                write!(f, "{given} token ids in a pass whose sequences have {positions} positions")
+            }
             Self::ChunkTooLong { given, chunk } => {
                 write!(f, "{given} token ids in one pass, the workspace holds {chunk}")
             }

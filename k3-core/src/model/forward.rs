@@ -1,6 +1,7 @@
 //! The pass itself.
 
 use super::error::{ForwardError, Place};
+use super::journal::{Journal, Steps};
 use super::state::State;
 use super::weights::Weights;
 use super::workspace::{KdaScratch, MlaScratch, MoeScratch, Products, Vectors, Workspace, sources};
@@ -77,12 +78,111 @@ impl<X: Executor> Model<'_, X> {
         logits: &mut [f32],
         observer: &mut impl Observer,
     ) -> Result<(), ForwardError<W::Error>> {
-        let wanted = self.admit(state, workspace, ids, logits)?;
-        state.torn = true;
-        let mut pass = Pass { model: *self, weights, n: ids.len(), start: state.position };
-        pass.run(state, workspace, ids, wanted, logits, observer)?;
-        state.position += ids.len();
-        state.torn = false;
+        let wanted = logits.len() / self.config.vocab_size;
+        let mut one = [Sequence { state, journal: None, positions: ids.len(), wanted }];
+        self.forward_many(weights, &mut one, workspace, ids, logits, observer)
+    }
+
+    /// As [`Model::forward`], but the state stays where it is until [`Model::commit`] says how many of
+    /// `ids` it is to have seen: for ids that may turn out to be wrong.
+    ///
+    /// The logits are those of [`Model::forward`], bit for bit. `ids` are at most
+    /// [`Journal::positions`].
+    ///
+    /// # Errors
+    /// [`ForwardError`]. Whatever happens, the state is as before and is not torn.
+    #[expect(clippy::too_many_arguments, reason = "as for `forward`, and the journal")]
+    pub fn verify<'s, W: Weights>(
+        &self,
+        weights: &mut W,
+        state: &mut State<'s>,
+        journal: &mut Journal<'s>,
+        workspace: &mut Workspace<'_>,
+        ids: &[TokenId],
+        logits: &mut [f32],
+        observer: &mut impl Observer,
+    ) -> Result<(), ForwardError<W::Error>> {
+        let wanted = logits.len() / self.config.vocab_size;
+        let mut one = [Sequence { state, journal: Some(journal), positions: ids.len(), wanted }];
+        self.forward_many(weights, &mut one, workspace, ids, logits, observer)
+    }
+
+    /// Moves the state on by the first `accepted` ids of the pass that `journal` has seen, by the
+    /// same steps that [`Model::forward`] would have taken. The other ids leave no trace. The journal
+    /// is empty afterwards.
+    ///
+    /// False, and nothing happens, if the journal is not of a pass from this state's position or has
+    /// fewer ids than `accepted`.
+    #[must_use]
+    pub fn commit(
+        &self,
+        state: &mut State<'_>,
+        journal: &mut Journal<'_>,
+        workspace: &mut Workspace<'_>,
+        accepted: usize,
+    ) -> bool {
+        let Self { config: c, backend, exec } = *self;
+        if state.torn || journal.start != Some(state.position) || accepted > journal.held {
+            return false;
+        }
+        if accepted > 0 {
+            let shape = kda_shape(c, accepted);
+            let (history, matrices) = (c.conv_kernel_size - 1, shape.width() * shape.head_dim);
+            for ordinal in 0..c.num_kda_layers() {
+                let KdaScratch { qkv, alpha, beta, heads, .. } = &mut workspace.kda;
+                let qkv = &mut qkv[..3 * accepted * shape.width()];
+                let (alpha, beta) = (&mut alpha[..accepted * shape.width()], &mut beta[..accepted * shape.heads]);
+                journal.steps(ordinal, shape, qkv, alpha, beta);
+                let matrices = &mut state.kda[ordinal * matrices..][..matrices];
+                // What comes out was seen in the pass; only the state is wanted here.
+                kda::recur(backend, exec, shape, matrices, qkv, alpha, beta, &mut heads[..accepted * shape.width()]);
+                let past = &mut state.conv[ordinal * 3 * history * shape.width()..][..3 * history * shape.width()];
+                journal.inputs(ordinal, shape, past);
+            }
+        }
+        state.position += accepted;
+        journal.forget();
+        true
+    }
+
+    /// One pass for several sequences, which share every byte of weights that it reads.
+    ///
+    /// **Shapes.** `ids`: those of the first sequence, then those of the second, and so on, `1 <= n <=
+    /// chunk` in all. `logits`: the rows that the first one wants, then those of the second, and so
+    /// on.
+    ///
+    /// Each sequence gets the bits it would get alone.
+    ///
+    /// # Errors
+    /// [`ForwardError`]. A pass that is refused changes nothing; one that stops half-way leaves all
+    /// states torn whose sequences have no journal. A value that is not finite stops the pass for all.
+    pub fn forward_many<W: Weights>(
+        &self,
+        weights: &mut W,
+        sequences: &mut [Sequence<'_, '_>],
+        workspace: &mut Workspace<'_>,
+        ids: &[TokenId],
+        logits: &mut [f32],
+        observer: &mut impl Observer,
+    ) -> Result<(), ForwardError<W::Error>> {
+        self.admit(sequences, workspace, ids, logits)?;
+        for s in &mut *sequences {
+            match &mut s.journal {
+                Some(journal) => journal.forget(),
+                None => s.state.torn = true,
+            }
+        }
+        let mut pass = Pass { model: *self, weights, n: ids.len() };
+        pass.run(sequences, workspace, ids, logits, observer).map_err(|error| placed(error, sequences))?;
+        for s in sequences {
+            match &mut s.journal {
+                Some(journal) => (journal.start, journal.held) = (Some(s.state.position), s.positions),
+                None => {
+                    s.state.position += s.positions;
+                    s.state.torn = false;
+                }
+            }
+        }
         Ok(())
     }
 
@@ -114,10 +214,13 @@ impl<X: Executor> Model<'_, X> {
             return Err(ForwardError::ContextFull { needed, context });
         }
         state.torn = true;
-        let mut pass = Pass { model: *self, weights, n, start: state.position };
-        pass.layer_vectors(layer, &mut workspace.vectors)?;
+        let mut one = [Sequence { state, journal: None, positions: n, wanted: 0 }];
+        let mut pass = Pass { model: *self, weights, n };
         let Workspace { vectors, products, kda, mla, .. } = workspace;
-        pass.attention(layer, state, x, vectors, products, (kda, mla), y)?;
+        pass.layer_vectors(layer, vectors)
+            .and_then(|()| pass.attention(layer, &mut one, x, vectors, products, (kda, mla), y))
+            .map_err(|error| placed(error, &one))?;
+        let [Sequence { state, .. }] = one;
         (state.position, state.torn) = (needed, false);
         Ok(())
     }
@@ -140,11 +243,11 @@ impl<X: Executor> Model<'_, X> {
         observer: &mut impl Observer,
     ) -> Result<(), ForwardError<W::Error>> {
         let n = self.admit_vectors(workspace, x, y)?;
-        let mut pass = Pass { model: *self, weights, n, start: 0 };
+        let mut pass = Pass { model: *self, weights, n };
         pass.layer_vectors(layer, &mut workspace.vectors)?;
         let Workspace { residual, vectors, products, moe, .. } = workspace;
         let routed = &mut residual.mixed[..x.len()];
-        pass.mlp(layer, 0, x, vectors, products, (moe, routed), y, observer)
+        pass.mlp(layer, x, vectors, products, (moe, routed), y, observer)
     }
 
     /// How many positions two vectors for a single sub-layer have.
@@ -159,48 +262,87 @@ impl<X: Executor> Model<'_, X> {
         Ok(n)
     }
 
-    /// Everything that can be refused before anything is touched. Returns how many positions want
-    /// logits.
+    /// Everything that can be refused before anything is touched.
     fn admit<E>(
         &self,
-        state: &State<'_>,
+        sequences: &[Sequence<'_, '_>],
         workspace: &Workspace<'_>,
         ids: &[TokenId],
         logits: &[f32],
-    ) -> Result<usize, ForwardError<E>> {
+    ) -> Result<(), ForwardError<E>> {
         let extent = workspace.extent();
         let vocab = self.config.vocab_size;
-        if state.torn {
+        if sequences.iter().any(|s| s.state.torn) {
             return Err(ForwardError::TornState);
         }
-        if ids.is_empty() {
+        let positions = sequences.iter().fold(0usize, |sum, s| sum.saturating_add(s.positions));
+        if ids.is_empty() || sequences.iter().any(|s| s.positions == 0) {
             return Err(ForwardError::EmptyChunk);
+        }
+        if positions != ids.len() {
+            return Err(ForwardError::SequenceLengths { given: ids.len(), positions });
         }
         if ids.len() > extent.chunk {
             return Err(ForwardError::ChunkTooLong { given: ids.len(), chunk: extent.chunk });
         }
-        let (needed, context) = (state.position.saturating_add(ids.len()), state.context().min(extent.context));
-        if needed > context {
-            return Err(ForwardError::ContextFull { needed, context });
+        for s in sequences {
+            let context = s.state.context().min(extent.context);
+            let needed = s.state.position.saturating_add(s.positions);
+            if needed > context {
+                return Err(ForwardError::ContextFull { needed, context });
+            }
+            if let Some(journal) = s.journal.as_ref().filter(|j| j.positions() < s.positions) {
+                return Err(ForwardError::ChunkTooLong { given: s.positions, chunk: journal.positions() });
+            }
         }
         if let Some(index) = ids.iter().position(|id| id.get() >= vocab) {
             return Err(ForwardError::TokenOutOfRange { index, id: ids[index] });
         }
-        let wanted = logits.len() / vocab;
-        if !logits.len().is_multiple_of(vocab) || wanted > ids.len() {
+        let wanted = sequences.iter().try_fold(0usize, |sum, s| (s.wanted <= s.positions).then(|| sum + s.wanted));
+        if wanted.and_then(|rows| rows.checked_mul(vocab)) != Some(logits.len()) {
             return Err(ForwardError::LogitsLength { found: logits.len(), vocab });
         }
-        Ok(wanted)
+        Ok(())
     }
 }
 
-/// One pass of `n` positions.
+/// A sequence's share of a pass.
+#[derive(Debug)]
+pub struct Sequence<'a, 's> {
+    /// What it remembers.
+    pub state: &'a mut State<'s>,
+    /// Where to note what would move the state on, instead of moving it: [`Model::verify`].
+    pub journal: Option<&'a mut Journal<'s>>,
+    /// Ids it reads in the pass, at least one.
+    pub positions: usize,
+    /// For how many of them, the last ones, it wants logits.
+    pub wanted: usize,
+}
+
+/// Inside a pass a value that is not finite has the number of its row; here the row becomes the
+/// position in its sequence.
+fn placed<E>(error: ForwardError<E>, sequences: &[Sequence<'_, '_>]) -> ForwardError<E> {
+    let ForwardError::NonFinite { position: mut row, place } = error else { return error };
+    for s in sequences {
+        if row < s.positions {
+            return ForwardError::NonFinite { position: s.state.position + row, place };
+        }
+        row -= s.positions;
+    }
+    ForwardError::NonFinite { position: row, place }
+}
+
+/// Dimensions of the model's KDA layers for `positions` of a sequence.
+fn kda_shape(c: &ModelConfig, positions: usize) -> kda::Shape {
+    kda::Shape { positions, heads: c.kda_num_heads, head_dim: c.kda_head_dim, kernel: c.conv_kernel_size }
+}
+
+/// One pass of `n` positions, whatever sequences they belong to: a *row* is a position's place in the
+/// pass.
 struct Pass<'p, X, W> {
     model: Model<'p, X>,
     weights: &'p mut W,
     n: usize,
-    /// Positions before the chunk.
-    start: usize,
 }
 
 type Step<W> = Result<(), ForwardError<<W as Weights>::Error>>;
@@ -208,16 +350,15 @@ type Step<W> = Result<(), ForwardError<<W as Weights>::Error>>;
 impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn run(
         &mut self,
-        state: &mut State<'_>,
+        sequences: &mut [Sequence<'_, '_>],
         ws: &mut Workspace<'_>,
         ids: &[TokenId],
-        wanted: usize,
         logits: &mut [f32],
         observer: &mut impl Observer,
     ) -> Step<W> {
         let Model { config: c, backend, exec } = self.model;
         let (n, hidden, eps) = (self.n, c.hidden_size, c.rms_norm_eps);
-        let start = self.start;
+        let wanted: usize = sequences.iter().map(|s| s.wanted).sum();
         let Workspace { residual, vectors, products, kda, mla, moe, .. } = ws;
         let (mixed, x, y) =
             (&mut residual.mixed[..n * hidden], &mut residual.x[..n * hidden], &mut residual.y[..n * hidden]);
@@ -228,7 +369,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         self.weights.begin(wanted > 0).map_err(ForwardError::Weights)?;
         let mut blocks = 0;
         self.embed(ids, &mut residual.values[..n * hidden])?;
-        finite(&residual.values[..n * hidden], hidden, start, Place::Embedding)?;
+        finite(&residual.values[..n * hidden], hidden, Place::Embedding)?;
 
         for layer in c.layers() {
             self.layer_vectors(layer, vectors)?;
@@ -236,28 +377,28 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             let fresh = layer.get().is_multiple_of(c.attn_res_block_size);
             blocks += usize::from(fresh);
             self.norm(mixed, vectors.input_norm, x);
-            self.attention(layer, state, x, vectors, products, (kda, mla), y)?;
+            self.attention(layer, sequences, x, vectors, products, (kda, mla), y)?;
             let sum = &mut residual.values[blocks * n * hidden..][..n * hidden];
             if fresh {
                 sum.copy_from_slice(y);
             } else {
                 add(sum, y);
             }
-            finite(sum, hidden, start, Place::Attention(layer))?;
+            finite(sum, hidden, Place::Attention(layer))?;
 
             residual::mix(backend, exec, residual.values, blocks + 1, vectors.fold_mlp, eps, scores, mixed);
             self.norm(mixed, vectors.post_norm, x);
-            self.mlp(layer, start, x, vectors, products, (moe, mixed), y, observer)?;
+            self.mlp(layer, x, vectors, products, (moe, mixed), y, observer)?;
             let sum = &mut residual.values[blocks * n * hidden..][..n * hidden];
             add(sum, y);
-            finite(sum, hidden, start, Place::Mlp(layer))?;
+            finite(sum, hidden, Place::Mlp(layer))?;
             observer.layer(layer, sum);
         }
         if wanted == 0 {
             return Ok(());
         }
 
-        // 3.7: the mix and the norm of the positions that want logits, then the head.
+        // 3.7: the mix and the norm, then the head for the positions that want logits.
         let global = Tensor::Global;
         self.vector(global(GlobalTensor::OutResNorm), vectors.input_norm)?;
         self.vector(global(GlobalTensor::OutResProj), vectors.fold_attn)?;
@@ -265,14 +406,23 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         self.vector(global(GlobalTensor::FinalNorm), vectors.post_norm)?;
         residual::mix(backend, exec, residual.values, blocks + 1, vectors.fold_attn, eps, scores, mixed);
         self.norm(mixed, vectors.post_norm, x);
-        let x = &x[(n - wanted) * hidden..];
+        let (mut end, mut rows) = (0, 0);
+        for s in &*sequences {
+            end += s.positions;
+            x.copy_within((end - s.wanted) * hidden..end * hidden, rows * hidden);
+            rows += s.wanted;
+        }
+        let x = &x[..wanted * hidden];
         observer.last(x);
         let panel = backend.pack(Layout::Bf16, x, hidden, wanted, products.panel_x);
         self.linear(global(GlobalTensor::LmHead), &panel, products.tile, logits)?;
-        for (t, logits) in logits.chunks_exact(c.vocab_size).enumerate() {
-            if let Some((id, _)) = (0..).map(TokenId).zip(logits).find(|(_, l)| !l.is_finite()) {
-                let position = start + n - wanted + t;
-                return Err(ForwardError::NonFinite { position, place: Place::Logit(id) });
+        let (mut end, mut rows) = (0, logits.chunks_exact(c.vocab_size));
+        for s in &*sequences {
+            end += s.positions;
+            for (row, logits) in (end - s.wanted..end).zip(&mut rows) {
+                if let Some((id, _)) = (0..).map(TokenId).zip(logits).find(|(_, l)| !l.is_finite()) {
+                    return Err(ForwardError::NonFinite { position: row, place: Place::Logit(id) });
+                }
             }
         }
         Ok(())
@@ -283,7 +433,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn attention(
         &mut self,
         layer: LayerIndex,
-        state: &mut State<'_>,
+        sequences: &mut [Sequence<'_, '_>],
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -291,8 +441,8 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         y: &mut [f32],
     ) -> Step<W> {
         match self.model.config.layer_kind(layer) {
-            LayerKind::Kda => self.kda(layer, state, x, v, products, kda, y),
-            LayerKind::Mla => self.mla(layer, state, x, v, products, mla, y),
+            LayerKind::Kda => self.kda(layer, sequences, x, v, products, kda, y),
+            LayerKind::Mla => self.mla(layer, sequences, x, v, products, mla, y),
         }
     }
 
@@ -301,7 +451,6 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn mlp(
         &mut self,
         layer: LayerIndex,
-        start: usize,
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -317,7 +466,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
                 let names = [LayerTensor::DenseGate, LayerTensor::DenseUp, LayerTensor::DenseDown];
                 self.glu(layer, names, &px, (panel, tile), (gate, up), y)
             }
-            MlpKind::Moe => self.moe(layer, start, x, v, products, (moe, routed), y, observer),
+            MlpKind::Moe => self.moe(layer, x, v, products, (moe, routed), y, observer),
         }
     }
 
@@ -365,7 +514,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             return Err(ForwardError::Incomplete { tensor });
         }
         // Sigmoids and caps would turn an infinity into an ordinary number.
-        finite(out, out.len(), self.start, Place::Weight(tensor))
+        finite(out, out.len(), Place::Weight(tensor))
     }
 
     /// All vectors of a layer, in the walk order of [`crate::checkpoint::layer_tensors`].
@@ -421,7 +570,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         if !whole {
             return Err(ForwardError::Incomplete { tensor });
         }
-        finite(out, out.len(), self.start, Place::Weight(tensor))
+        finite(out, out.len(), Place::Weight(tensor))
     }
 
     /// `out[t] = rms(x[t], weight)` with `rms_norm_eps`.
@@ -460,7 +609,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             // Logits name their id.
             return Ok(());
         }
-        finite(out, out.len() / x.positions(), self.start, Place::Product(tensor))
+        finite(out, out.len() / x.positions(), Place::Product(tensor))
     }
 
     /// Delta attention (spec 3.3): `y = KDA(x)`.
@@ -468,7 +617,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn kda(
         &mut self,
         layer: LayerIndex,
-        state: &mut State<'_>,
+        sequences: &mut [Sequence<'_, '_>],
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -478,41 +627,67 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         use LayerTensor as T;
         let Model { config: c, backend, exec } = self.model;
         let (n, ordinal) = (self.n, c.kda_ordinal(layer));
-        let shape =
-            kda::Shape { positions: n, heads: c.kda_num_heads, head_dim: c.kda_head_dim, kernel: c.conv_kernel_size };
-        let (width, history) = (shape.width(), (shape.kernel - 1) * shape.width());
+        let all = kda_shape(c, n);
+        let (width, heads, history) = (all.width(), all.heads, all.kernel - 1);
         let t = |role| Tensor::Layer(layer, role);
         let Products { panel_x, panel, tile, .. } = products;
+        let KdaScratch { window, qkv, low, z, alpha, beta, gate, heads: out } = s;
+        let (qkv, z, alpha, out) =
+            (&mut qkv[..3 * n * width], &mut z[..n * width], &mut alpha[..n * width], &mut out[..n * width]);
 
+        // q, k and v before the convolution lie where other things come later.
         let px = backend.pack(Layout::Bf16, x, c.hidden_size, n, panel_x);
-        let window = &mut s.window[..3 * (history + n * width)];
-        let past = &mut state.conv[ordinal * 3 * history..][..3 * history];
-        for (i, role) in [T::Q, T::K, T::V].into_iter().enumerate() {
-            let rows = &mut window[i * (history + n * width)..][..history + n * width];
-            let (before, now) = rows.split_at_mut(history);
-            let past = &mut past[i * history..][..history];
-            before.copy_from_slice(past);
-            self.linear(t(role), &px, tile, now)?;
-            past.copy_from_slice(&rows[n * width..]);
+        let roles = [T::Q, T::K, T::V];
+        for (role, raw) in roles.into_iter().zip([&mut *z, &mut *alpha, &mut *out]) {
+            self.linear(t(role), &px, tile, raw)?;
         }
-        let (low, z) = (&mut s.low[..n * shape.head_dim], &mut s.z[..n * width]);
-        let (beta, gate) = (&mut s.beta[..n * shape.heads], &mut s.gate[..n * width]);
+        let mut row = 0;
+        for s in &mut *sequences {
+            let m = s.positions;
+            let rows = row * width..(row + m) * width;
+            let window = &mut window[..3 * (history + m) * width];
+            let past = &mut s.state.conv[ordinal * 3 * history * width..][..3 * history * width];
+            for (i, raw) in [&*z, &*alpha, &*out].into_iter().enumerate() {
+                let window = &mut window[i * (history + m) * width..][..(history + m) * width];
+                let (before, now) = window.split_at_mut(history * width);
+                let past = &mut past[i * history * width..][..history * width];
+                before.copy_from_slice(past);
+                now.copy_from_slice(&raw[rows.clone()]);
+                match &mut s.journal {
+                    Some(journal) => journal.note_inputs(ordinal, i, now),
+                    None => past.copy_from_slice(&window[m * width..]),
+                }
+            }
+            kda::convolve(backend, exec, kda_shape(c, m), window, v.taps, &mut qkv[3 * rows.start..3 * rows.end]);
+            row += m;
+        }
+
+        let (low, beta, gate) = (&mut low[..n * all.head_dim], &mut beta[..n * heads], &mut gate[..n * width]);
         self.linear(t(T::FA), &px, tile, low)?;
         self.linear(t(T::B), &px, tile, beta)?;
         self.linear(t(T::G), &px, tile, gate)?;
-        let pl = backend.pack(Layout::Bf16, low, shape.head_dim, n, panel);
+        let pl = backend.pack(Layout::Bf16, low, all.head_dim, n, panel);
         self.linear(t(T::FB), &pl, tile, z)?;
-
-        let (qkv, alpha) = (&mut s.qkv[..3 * n * width], &mut s.alpha[..n * width]);
-        kda::convolve(backend, exec, shape, window, v.taps, qkv);
-        kda::decay(backend, exec, shape, z, v.dt_bias, v.a_log, c.gate_lower_bound, alpha);
+        kda::decay(backend, exec, all, z, v.dt_bias, v.a_log, c.gate_lower_bound, alpha);
         backend.sigmoid(beta);
-        let matrices = shape.heads * shape.head_dim * shape.head_dim;
-        let matrices = &mut state.kda[ordinal * matrices..][..matrices];
-        let heads = &mut s.heads[..n * width];
-        kda::recur(backend, exec, shape, matrices, qkv, alpha, beta, heads);
-        // `z` has been read: it holds the gated heads now.
-        kda::gated_norm(backend, exec, shape, heads, v.o_norm, c.rms_norm_eps, gate, z);
+
+        let matrices = width * all.head_dim;
+        let mut row = 0;
+        for s in &mut *sequences {
+            let (shape, rows) = (kda_shape(c, s.positions), row * width..(row + s.positions) * width);
+            let (qkv, alpha) = (&qkv[3 * rows.start..3 * rows.end], &alpha[rows.clone()]);
+            let beta = &beta[row * heads..][..s.positions * heads];
+            let matrices = &mut s.state.kda[ordinal * matrices..][..matrices];
+            let matrices = match &mut s.journal {
+                Some(journal) => journal.note_steps(ordinal, Steps { shape, qkv, alpha, beta }, matrices),
+                None => matrices,
+            };
+            kda::recur(backend, exec, shape, matrices, qkv, alpha, beta, &mut out[rows.clone()]);
+            // `z` has been read: it holds the gated heads now.
+            let (gate, z) = (&gate[rows.clone()], &mut z[rows.clone()]);
+            kda::gated_norm(backend, exec, shape, &out[rows], v.o_norm, c.rms_norm_eps, gate, z);
+            row += s.positions;
+        }
         let po = backend.pack(Layout::Bf16, z, width, n, panel);
         self.linear(t(T::O), &po, tile, y)
     }
@@ -522,7 +697,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn mla(
         &mut self,
         layer: LayerIndex,
-        state: &mut State<'_>,
+        sequences: &mut [Sequence<'_, '_>],
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -533,20 +708,20 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         let Model { config: c, backend, exec } = self.model;
         let n = self.n;
         let shape = mla::Shape {
-            positions: n,
+            positions: 0,
             heads: c.num_attention_heads,
             nope: c.qk_nope_head_dim,
             rope: c.qk_rope_head_dim,
             value: c.v_head_dim,
             rank: c.kv_lora_rank,
         };
-        let (width, row) = (shape.heads * shape.value, shape.latent());
+        let (width, row, query) = (shape.heads * shape.value, shape.latent(), shape.heads * (shape.nope + shape.rope));
         let t = |role| Tensor::Layer(layer, role);
         let Products { panel_x, panel, tile, .. } = products;
 
         let px = backend.pack(Layout::Bf16, x, c.hidden_size, n, panel_x);
         let (cq, latent) = (&mut s.cq[..n * c.q_lora_rank], &mut s.latent[..n * row]);
-        let (q, gate) = (&mut s.q[..n * shape.heads * (shape.nope + shape.rope)], &mut s.gate[..n * width]);
+        let (q, gate) = (&mut s.q[..n * query], &mut s.gate[..n * width]);
         self.linear(t(T::QA), &px, tile, cq)?;
         self.linear(t(T::KvA), &px, tile, latent)?;
         self.linear(t(T::G), &px, tile, gate)?;
@@ -557,30 +732,47 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         self.linear(t(T::QB), &pq, tile, q)?;
 
         // The rope slots of a cached row are stored as they are: normed is only the latent.
-        let first = (c.mla_ordinal(layer) * state.context() + state.position) * row;
-        for (latent, cached) in latent.chunks_exact_mut(row).zip(state.latent[first..].chunks_exact_mut(row)) {
-            rms_norm_in_place(backend, &mut latent[..shape.rank], v.kv_norm, MLA_LORA_EPS);
-            cached.copy_from_slice(latent);
+        let ordinal = c.mla_ordinal(layer);
+        let mut latents = latent.chunks_exact_mut(row);
+        for s in &mut *sequences {
+            let first = (ordinal * s.state.context() + s.state.position) * row;
+            let cached = s.state.latent[first..].chunks_exact_mut(row).take(s.positions);
+            for (cached, latent) in cached.zip(&mut latents) {
+                rms_norm_in_place(backend, &mut latent[..shape.rank], v.kv_norm, MLA_LORA_EPS);
+                cached.copy_from_slice(latent);
+            }
         }
-        let seen = state.position + n;
-        let cache = &state.latent[first - state.position * row..][..seen * row];
         let heads = &mut s.heads[..n * width];
         let (thread, panels) = (&mut *s.thread, &mut *s.panels);
         let thread_len = s.thread_len;
         self.blocks(t(T::KvB), |first, block| {
-            if let Ok(cache) = F32Matrix::new(cache, seen, row) {
-                let scratch = &mut mla::Scratch { thread_len, thread: &mut *thread, panels: &mut *panels };
-                let head = first / shape.head_rows();
-                mla::attend(backend, exec, shape, block, head, q, cache, scratch, heads);
+            let mut at = 0;
+            for s in &*sequences {
+                let (shape, seen) = (mla::Shape { positions: s.positions, ..shape }, s.state.position + s.positions);
+                let cache = &s.state.latent[ordinal * s.state.context() * row..][..seen * row];
+                if let Ok(cache) = F32Matrix::new(cache, seen, row) {
+                    let scratch = &mut mla::Scratch { thread_len, thread: &mut *thread, panels: &mut *panels };
+                    let head = first / shape.head_rows();
+                    let q = &q[at * query..][..s.positions * query];
+                    let heads = &mut heads[at * width..][..s.positions * width];
+                    mla::attend(backend, exec, shape, block, head, q, cache, scratch, heads);
+                }
+                at += s.positions;
             }
         })?;
 
         let attended = &mut s.attended[..n * width];
-        exec.run(Parts::new(attended, shape.value), |i, out| {
-            let (t, head) = (i / shape.heads, i % shape.heads);
-            out.copy_from_slice(&heads[(head * n + t) * shape.value..][..shape.value]);
-            backend.mul_sigmoid(out, &gate[i * shape.value..][..shape.value]);
-        });
+        let mut at = 0;
+        for s in &*sequences {
+            let m = s.positions;
+            let (heads, gate) = (&heads[at * width..][..m * width], &gate[at * width..][..m * width]);
+            exec.run(Parts::new(&mut attended[at * width..][..m * width], shape.value), |i, out| {
+                let (t, head) = (i / shape.heads, i % shape.heads);
+                out.copy_from_slice(&heads[(head * m + t) * shape.value..][..shape.value]);
+                backend.mul_sigmoid(out, &gate[i * shape.value..][..shape.value]);
+            });
+            at += m;
+        }
         let po = backend.pack(Layout::Bf16, attended, width, n, panel);
         self.linear(t(T::O), &po, tile, y)
     }
@@ -612,7 +804,6 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn moe(
         &mut self,
         layer: LayerIndex,
-        start: usize,
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -637,7 +828,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             let (ids, weights) = (&mut ids[i * k..][..k], &mut weights[i * k..][..k]);
             let (renormalize, scale) = (c.moe_renormalize, c.routed_scaling_factor);
             if !router::route(scores, v.router_bias, renormalize, scale, ids, weights) {
-                return Err(ForwardError::NonFinite { position: start + i, place: Place::Router(layer) });
+                return Err(ForwardError::NonFinite { position: i, place: Place::Router(layer) });
             }
         }
         observer.routed(layer, ids, weights);
@@ -689,7 +880,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         }
         if let Some((i, position)) = infinite {
             let place = Place::Expert(layer, groups.distinct[i]);
-            return Err(ForwardError::NonFinite { position: start + position, place });
+            return Err(ForwardError::NonFinite { position, place });
         }
         let sum = &mut s.sum[..n * width];
         exec.run(Parts::new(sum, width), |i, sum| {
@@ -727,10 +918,10 @@ fn times(a: &mut [f32], b: &[f32]) {
     }
 }
 
-/// Stops the pass at the first value that is not finite.
-fn finite<E>(rows: &[f32], width: usize, start: usize, place: Place) -> Result<(), ForwardError<E>> {
+/// Stops the pass at the first value that is not finite. Its position is a row's number: see [`placed`].
+fn finite<E>(rows: &[f32], width: usize, place: Place) -> Result<(), ForwardError<E>> {
     match rows.iter().position(|v| !v.is_finite()) {
         None => Ok(()),
-        Some(i) => Err(ForwardError::NonFinite { position: start + i / width, place }),
+        Some(i) => Err(ForwardError::NonFinite { position: i / width, place }),
     }
 }
