@@ -29,6 +29,9 @@ Sizes: G and GB are 10^9 bytes, GiB is 2^30; likewise M and K.";
 pub(crate) enum Command {
     /// Continues a prompt with the model's own greedy tokens.
     Run(Box<Run>),
+    /// Continues many prompts at the same time: one pass over the weights serves them all.
+    Batch(Box<Batch>),
+
     /// Says how well the model predicts a text.
     Perplexity(Box<Perplexity>),
 
@@ -50,6 +53,18 @@ pub(crate) enum Command {
 fn id(text: &str) -> Result<u32, std::num::ParseIntError> {
     text.trim().parse()
 }
+
+/// Ids to guess.
+fn speculate(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n <= SPECULATE_MOST => Ok(n),
+        Ok(_) => Err(format!("guesses have at most {SPECULATE_MOST} tokens")),
+        Err(e) => Err(format!("{e}")),
+    }
+}
+
+/// No guess is longer: what comes after so many is hardly ever right.
+const SPECULATE_MOST: usize = 64;
 
 /// Where the weights are read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -138,6 +153,12 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) no_incremental: bool,
 
+    /// Guesses up to N tokens from what the text has said before, and reads them in one pass with the
+    /// last one. The text is the same; it is faster where it repeats itself. Switches itself off while
+    /// that does not pay.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = speculate, conflicts_with = "no_incremental")]
+    pub(crate) speculate: usize,
+
     /// Goes on past the ids that end a text.
     #[arg(long)]
     pub(crate) ignore_eos: bool,
@@ -209,6 +230,58 @@ pub(crate) struct Ladder {
     /// Draws time and hit rates, too.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) svg: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+const BATCH_HELP: &str = "\
+Input, a line for each prompt:
+  {\"id\": \"a\", \"prompt\": \"text\"}    or    {\"id\": 1, \"ids\": [1008, 10484]}
+  id is a string or a number and occurs once; \"max_tokens\": N may be added. A line that is wrong
+  is refused by its number before anything runs.
+
+Output, a line for each text, in the order in which they end:
+  {\"id\": \"a\", \"generated_ids\": [..], \"text\": \"..\", \"finish_reason\": \"length\"}
+  The first line says what the texts depend on: input, model, and the options that matter to them.
+  Each line is written when its text has ended. If the batch is interrupted, the same command goes on
+  with the prompts that have no line yet; --memory, --threads and the like may be others then.
+
+Each text is the one that k3 run gives for its prompt.
+
+Example:
+  k3 batch /models/kimi-k3 --input prompts.jsonl --output texts.jsonl --memory 32G";
+
+#[derive(Debug, Args)]
+#[command(after_help = BATCH_HELP)]
+pub(crate) struct Batch {
+    /// The prompts, one JSON object a line; "-" is standard input.
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(crate) input: PathBuf,
+
+    /// Where the texts go. A file that an interrupted batch has left is continued.
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(crate) output: PathBuf,
+
+    /// Tokens to generate at most, for prompts that do not say.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) max_tokens: usize,
+
+    /// Positions a sequence may have [default: what the longest prompt and its tokens need].
+    #[arg(long, value_name = "N")]
+    pub(crate) context: Option<usize>,
+
+    /// Prompts that run at the same time at most [default: what half of the memory holds].
+    #[arg(long, value_name = "N")]
+    pub(crate) in_flight: Option<NonZeroUsize>,
+
+    /// Goes on past the ids that end a text.
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+
+    /// Turns spellings such as <|open|> in prompts into control ids; without it they are text.
+    #[arg(long)]
+    pub(crate) parse_special: bool,
 
     #[command(flatten)]
     pub(crate) common: Common,

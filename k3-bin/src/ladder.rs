@@ -270,7 +270,7 @@ fn wanted(args: &Args, prompt: &Source, opened: &Opened<'_>) -> Result<Wanted, F
     text::check_ids(&ids, opened.checkpoint.config().vocab_size)?;
     let context = ids.len().saturating_add(args.max_tokens.get() - 1);
     let tokenizer = vocabulary.map_or(0, |v| v.bytes());
-    Ok(Wanted { context, prompt: ids.len(), all_logits: false, tokenizer })
+    Ok(Wanted { context, prompt: ids.len(), tokenizer, ..Wanted::default() })
 }
 
 impl Task<'_> {

@@ -1,6 +1,7 @@
 //! The `k3` command: arguments, progress, printing. No arithmetic and no policy of reading.
 
 mod args;
+mod batch;
 mod cachesim;
 mod demo;
 mod fail;
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
         Command::Run(run) => run::run(&run),
+        Command::Batch(batch) => batch::batch(&batch),
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
         Command::Plan(plan) => plan::plan(&plan),
         Command::Ladder(ladder) => ladder::ladder(&ladder),

@@ -42,7 +42,8 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     }
     let window = args.window.map_or(WINDOW, std::num::NonZeroUsize::get).min(read);
     let tokenizer = vocabulary.bytes();
-    let mut run = opened.start(Wanted { context: window, prompt: window, all_logits: true, tokenizer })?;
+    let mut run =
+        opened.start(Wanted { context: window, prompt: window, all_logits: true, tokenizer, ..Wanted::default() })?;
     let open = started.elapsed();
     let mut text = Text { args, vocabulary, ids: &ids, window };
     let (loss, complete) = text.score(&mut run, out)?;

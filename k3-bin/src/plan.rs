@@ -23,7 +23,7 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
     let mut files = text::vocabulary(&opened.checkpoint, false)?;
     let tokenizer = files.as_mut().map(VocabularyFiles::load).transpose()?.map_or(0, |v| v.bytes());
     let context = args.context.max(1);
-    let plan = opened.plan(Wanted { context, prompt: context, all_logits: false, tokenizer })?;
+    let plan = opened.plan(Wanted { context, prompt: context, tokenizer, ..Wanted::default() })?;
     let measured = match args.disk {
         Some(_) => None,
         None => Some(speed::sequential(&opened.checkpoint, MEASURE)?),

@@ -4,6 +4,7 @@ use crate::fail::Failure;
 use crate::output;
 use k3_core::model::Observer;
 use k3_core::view::{ExpertId, LayerIndex};
+use k3_platform::draft::Guesses;
 use k3_platform::engine::Stats;
 use k3_platform::generate::Outcome;
 use k3_platform::memory::peak_rss;
@@ -133,6 +134,12 @@ pub(crate) fn io(stats: &Stats, direct: bool) -> Value {
     })
 }
 
+/// The JSON of guesses.
+pub(crate) fn guesses(guesses: &Guesses) -> Value {
+    let Guesses { passes, drafted, accepted, rests } = guesses;
+    json!({"passes": passes, "drafted": drafted, "accepted": accepted, "rests": rests})
+}
+
 /// The JSON of experts with scales that are NaN.
 pub(crate) fn damaged(stats: &Stats) -> Value {
     let each = |((layer, expert), count): (&(LayerIndex, ExpertId), _)| json!({"layer": layer.0, "expert": expert.0, "nan_scale_bytes": count});
@@ -150,6 +157,13 @@ pub(crate) fn end(outcome: &Outcome, stats: &Stats, plan: &Plan) {
         outcome.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),
         stats.waited().as_secs_f64(),
     );
+    if plan.speculate > 0 {
+        let Guesses { passes, drafted, accepted, rests } = outcome.guesses;
+        let _ = writeln!(
+            std::io::stderr(),
+            "guessed {drafted} tokens in {passes} passes, {accepted} of them right; rested {rests} times"
+        );
+    }
     resources(stats, plan);
 }
 

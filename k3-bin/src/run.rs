@@ -8,9 +8,7 @@ use crate::output::{self, Output};
 use crate::report::{self, Progress};
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
-use k3_core::config::ModelConfig;
 use k3_core::model::Observer;
-use k3_core::tokenizer::{self, Control};
 use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::generate::{self, Finish, Generator, Greedy, Listener, Outcome, Stage};
 use k3_platform::trace;
@@ -168,6 +166,10 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         ladder::end_with(parent)?;
     }
     let options = Options::new(&args.common)?;
+    if let Some(chunk) = args.common.chunk.filter(|c| c.get() <= args.speculate) {
+        let message = format!("--speculate {} reads {} positions in a pass", args.speculate, args.speculate + 1);
+        return Err(Failure::usage(message, format!("--chunk {chunk} allows fewer: raise it, or guess less")));
+    }
     output::check(
         &[("--dump-logits", args.dump_logits.as_ref()), ("--trace", args.trace.as_ref())],
         &[("--prompt-file", args.prompt.prompt_file.as_ref())],
@@ -198,6 +200,8 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         prompt: prompt.len(),
         all_logits: args.dump_logits.is_some(),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
+        speculate: args.speculate,
+        ..Wanted::default()
     })?;
     let config = *run.engine.checkpoint().config();
     let tracer = match args.trace.as_ref().zip(tracer) {
@@ -212,7 +216,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let wanted = generate::Wanted {
         max_tokens: args.max_tokens,
         context,
-        stops: &|id| !args.ignore_eos && stops(id, &config),
+        stops: &|id| !args.ignore_eos && text::stops(id, &config),
         prompt_logits: args.dump_logits.is_some(),
         incremental: !args.no_incremental,
     };
@@ -245,14 +249,6 @@ fn check_prompt(args: &Run, prompt: &[TokenId], vocab: usize) -> Result<usize, F
     Ok(context)
 }
 
-/// Whether an id ends a text: the config's, or one of the two that the control block has for it. The
-/// block is the last 256 ids, whether or not the vocabulary's file is there.
-fn stops(id: TokenId, config: &ModelConfig) -> bool {
-    let base = config.vocab_size.saturating_sub(tokenizer::BLOCK as usize);
-    let distance = id.get().checked_sub(base).and_then(|d| u8::try_from(d).ok()).map(Control::at);
-    config.eos_token_id == Some(id.0) || matches!(distance, Some(Control::EOS | Control::END_OF_MSG))
-}
-
 /// Prints what there is to say about a run.
 fn end(
     args: &Run,
@@ -278,6 +274,7 @@ fn end(
             "usage": {"prompt_tokens": prompt.len(), "generated_tokens": generated.len()},
             "memory": report::memory(engine.plan()),
             "io": io,
+            "speculation": (args.speculate > 0).then(|| report::guesses(&outcome.guesses)),
             "seconds": {
                 "total": times.total.as_secs_f64(),
                 "open": times.open.as_secs_f64(),

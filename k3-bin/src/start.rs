@@ -45,6 +45,17 @@ pub(crate) struct Wanted {
     pub(crate) all_logits: bool,
     /// What the tokenizer holds (bytes).
     pub(crate) tokenizer: u64,
+    /// Ids that are guessed at most.
+    pub(crate) speculate: usize,
+    /// Sequences that are to run at the same time, at most.
+    pub(crate) sequences: usize,
+}
+
+/// One short sequence, and no guesses.
+impl Default for Wanted {
+    fn default() -> Self {
+        Self { context: 1, prompt: 1, all_logits: false, tokenizer: 0, speculate: 0, sequences: 1 }
+    }
 }
 
 /// A checkpoint, opened.
@@ -120,6 +131,8 @@ impl Opened<'_> {
             threads: common.threads.map_or_else(default_threads, usize::from),
             readers: READERS,
             all_logits: wanted.all_logits,
+            speculate: wanted.speculate,
+            sequences: wanted.sequences,
             policy: match common.experts {
                 Experts::Lru => Policy::Lru,
                 Experts::Frequency => Policy::Frequency,

@@ -1,6 +1,8 @@
 //! Prompt bytes to ids and back, with the model's own vocabulary.
 
 use crate::fail::Failure;
+use k3_core::config::ModelConfig;
+use k3_core::tokenizer::{self, Control};
 use k3_core::view::TokenId;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
@@ -70,6 +72,14 @@ pub(crate) fn vocabulary(checkpoint: &Checkpoint, needed: bool) -> Result<Option
         Err(Error::Open { source, .. }) if !needed && source.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Whether an id ends a text: the config's, or one of the two that the control block has for it. The
+/// block is the last 256 ids, whether or not the vocabulary's file is there.
+pub(crate) fn stops(id: TokenId, config: &ModelConfig) -> bool {
+    let base = config.vocab_size.saturating_sub(tokenizer::BLOCK as usize);
+    let distance = id.get().checked_sub(base).and_then(|d| u8::try_from(d).ok()).map(Control::at);
+    config.eos_token_id == Some(id.0) || matches!(distance, Some(Control::EOS | Control::END_OF_MSG))
 }
 
 /// Bytes on their way to a terminal: a character goes out when it is complete, and what is not UTF-8

@@ -742,3 +742,201 @@ fn an_output_never_replaces_what_the_command_reads_or_writes() {
     }
     assert_eq!(std::fs::read(&path).expect("read"), b"a text of some length");
 }
+
+#[test]
+fn guesses_change_no_text_and_are_counted() {
+    let prompt = "the king and the queen, the king and the queen, the king and the queen, the king";
+    let run = |more: &[&str]| {
+        let mut command = k3();
+        command.args(["run", "--json", "--quiet", "--memory", "64M", "--max-tokens", "40", "--prompt", prompt]);
+        command.args(["--ignore-eos"]).args(more).arg(k3_tests::root().join("fixtures/demo"));
+        object(&mut command)
+    };
+    let plain = run(&[]);
+    assert!(plain["speculation"].is_null());
+    let (mut drafted, mut accepted) = (0, 0);
+    for n in ["1", "3", "8"] {
+        let guessed = run(&["--speculate", n]);
+        assert_eq!(guessed["generated_ids"], plain["generated_ids"], "{n}");
+        assert_eq!(guessed["text"], plain["text"]);
+        let peak = guessed["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
+        assert!(peak < 64_000_000, "peak {peak}");
+        let count = |field: &str| guessed["speculation"][field].as_u64().expect("a count");
+        assert!(count("accepted") <= count("drafted") && count("passes") <= count("drafted"));
+        (drafted, accepted) = (drafted + count("drafted"), accepted + count("accepted"));
+    }
+    assert!(drafted > 0 && accepted > 0, "{accepted} of {drafted}: this text repeats itself");
+    let refused =
+        k3().args(["run", "--ids", "1", "--speculate", "8", "--chunk", "8"]).arg(tiny()).output().expect("k3");
+    assert_eq!(code(&refused), 2);
+    assert!(text(&refused.stderr).contains("9 positions"), "{}", text(&refused.stderr));
+}
+
+/// A batch of the demo, with prompts of all kinds.
+fn prompts(folder: &Path) -> PathBuf {
+    let path = folder.join("prompts.jsonl");
+    let lines = [
+        r#"{"id": "a", "prompt": "In the beginning"}"#,
+        r#"{"id": 1, "ids": [40, 5, 6], "max_tokens": 3}"#,
+        "",
+        r#"{"id": "1", "prompt": "What is the matter with the long prompt of this line, and with you? Nothing."}"#,
+        r#"{"id": "none", "prompt": "And", "max_tokens": 0}"#,
+        r#"{"prompt": "The \u20ac of\nthe", "id": "e", "max_tokens": 20}"#,
+        r#"{"id": "last", "ids": [7], "max_tokens": 1}"#,
+    ];
+    std::fs::write(&path, lines.join("\n")).expect("write");
+    path
+}
+
+fn batch(input: &Path, output: &Path, more: &[&str]) -> Command {
+    let mut command = k3();
+    command.arg("batch").arg("--input").arg(input).arg("--output").arg(output);
+    command.args(["--quiet", "--max-tokens", "9", "--ignore-eos"]).args(more);
+    command.arg(k3_tests::root().join("fixtures/demo"));
+    command
+}
+
+/// The lines of an output below its header, by id.
+fn results(path: &Path) -> std::collections::BTreeMap<String, serde_json::Value> {
+    let text = std::fs::read_to_string(path).expect("results");
+    assert!(text.ends_with('\n'));
+    let lines = text.lines().skip(1).map(|line| serde_json::from_str(line).expect("JSON"));
+    lines.map(|v: serde_json::Value| (v["id"].to_string(), v)).collect()
+}
+
+#[test]
+fn a_batch_gives_the_texts_of_single_runs_and_goes_on_where_it_was_broken_off() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (prompts(folder.path()), folder.path().join("out.jsonl"));
+    let object = object(&mut batch(&input, &output, &["--json", "--memory", "64M", "--in-flight", "3"]));
+    assert_eq!((&object["ended"], &object["done_before"]), (&6.into(), &0.into()));
+    assert_eq!(object["in_flight"], 3);
+    let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
+    assert!(peak < 64_000_000, "peak {peak}");
+    let whole = results(&output);
+    assert_eq!(whole.len(), 6);
+    for line in std::fs::read_to_string(&input).expect("input").lines().filter(|l| !l.is_empty()) {
+        let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        let mut alone = k3();
+        alone.args(["run", "--json", "--quiet", "--memory", "64M", "--ignore-eos", "--max-tokens"]);
+        alone.arg(line["max_tokens"].as_u64().unwrap_or(9).to_string());
+        match line["prompt"].as_str() {
+            Some(prompt) => alone.args(["--prompt", prompt]),
+            None => alone.args(["--ids", line["ids"].to_string().trim_matches(['[', ']'])]),
+        };
+        let alone = self::object(alone.arg(k3_tests::root().join("fixtures/demo")));
+        let result = &whole[&line["id"].to_string()];
+        for field in ["generated_ids", "text", "finish_reason"] {
+            assert_eq!(result[field], alone[field], "{line}");
+        }
+    }
+
+    // Broken off in the middle of each line, and of the header; other budgets, threads and numbers.
+    let bytes = std::fs::read(&output).expect("results");
+    let ends: Vec<_> = bytes.iter().enumerate().filter(|(_, b)| **b == b'\n').map(|(i, _)| i + 1).collect();
+    for (cut, more) in [
+        (0, ["--memory", "40M", "--threads", "1"]),
+        (ends[0] - 9, ["--in-flight", "1", "--chunk", "2"]),
+        (ends[0], ["--in-flight", "6", "--chunk", "4"]),
+        (ends[2] + 11, ["--memory", "64M", "--backend", "scalar"]),
+        (ends[5], ["--memory", "64M", "--threads", "3"]),
+        (ends[6], ["--memory", "64M", "--threads", "2"]),
+    ] {
+        std::fs::write(&output, &bytes[..cut]).expect("write");
+        let object = self::object(&mut batch(&input, &output, &[&more[..], &["--json"]].concat()));
+        let before = ends.iter().filter(|end| **end <= cut).count().saturating_sub(1);
+        assert_eq!((&object["done_before"], &object["ended"]), (&before.into(), &(6 - before).into()), "cut at {cut}");
+        assert!(results(&output) == whole, "cut at {cut}");
+    }
+
+    // What is not of this batch is refused and stays as it is.
+    let refused = |output: &Path, more: &[&str], code: i32, says: &str| {
+        let before = std::fs::read(output).ok();
+        let answer = batch(&input, output, more).output().expect("k3");
+        assert_eq!((self::code(&answer), text(&answer.stdout)), (code, String::new()), "{}", text(&answer.stderr));
+        assert!(text(&answer.stderr).contains(says), "{}", text(&answer.stderr));
+        assert!(std::fs::read(output).ok() == before, "{says}");
+    };
+    refused(&output, &["--parse-special"], 2, "not the output of this batch");
+    refused(&input, &[], 2, "named twice");
+    let note = folder.path().join("note.txt");
+    std::fs::write(&note, "my notes\n").expect("write");
+    refused(&note, &[], 2, "not the output of this batch");
+    std::fs::write(&note, "k3").expect("write");
+    refused(&note, &[], 2, "not the output of this batch");
+    std::fs::write(&note, [&bytes[..], br#"{"id": "other"}"#, b"\n"].concat()).expect("write");
+    refused(&note, &[], 3, "line 8 is not a result");
+    let held = std::fs::File::open(&output).expect("open");
+    held.lock().expect("a lock");
+    refused(&output, &[], 2, "another batch");
+}
+
+#[test]
+fn wrong_lines_of_a_batch_are_told_by_number_before_anything_runs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let say = |lines: &[&str], more: &[&str]| {
+        std::fs::write(&input, lines.join("\n")).expect("write");
+        let answer = batch(&input, &output, more).output().expect("k3");
+        assert_eq!(code(&answer), 2, "{}", text(&answer.stderr));
+        assert!(!output.exists());
+        text(&answer.stderr)
+    };
+    let good = r#"{"id": 1, "ids": [1]}"#;
+    let all = say(
+        &[
+            good,
+            "[]",
+            r#"{"ids": [1]}"#,
+            r#"{"id": null, "ids": []}"#,
+            r#"{"id": 2}"#,
+            r#"{"id": 3, "prompt": 4}"#,
+            "{",
+        ],
+        &[],
+    );
+    for said in
+        ["line 2: this is no object", "line 3: \"id\" is missing", "line 4: ", "line 5: ", "line 6: ", "line 7: "]
+    {
+        assert!(all.contains(said), "{all}");
+    }
+    for (line, said) in [
+        (r#"{"id": 1, "ids": [2]}"#, "line 2: id 1 is that of line 1"),
+        (r#"{"id": 2, "ids": [1], "prompt": "a"}"#, "both"),
+        (r#"{"id": 2, "ids": [1.5]}"#, "1.5"),
+        (r#"{"id": 2, "ids": [70000]}"#, "line 2: token id 70000"),
+        (r#"{"id": 2, "prompt": ""}"#, "line 2: the prompt is empty"),
+        (r#"{"id": 2, "ids": [1], "max_tokens": -1}"#, "max_tokens"),
+        (r#"{"id": 2, "ids": [1], "temprature": 1}"#, "temprature"),
+    ] {
+        let answer = say(&[good, line], &[]);
+        assert!(answer.contains(said), "{answer}");
+    }
+    assert!(say(&["", " "], &[]).contains("no prompts"));
+    assert!(say(&[r#"{"id": 2, "ids": [1, 2, 3]}"#], &["--context", "2"]).contains("line 1: the prompt has 3 tokens"));
+    assert!(say(&["x"; 20], &[]).contains("and 12 more faults"));
+}
+
+#[test]
+fn an_interrupted_batch_keeps_what_has_ended() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let lines: Vec<_> =
+        (0..60).map(|i| format!(r#"{{"id": {i}, "ids": [{}, 9], "max_tokens": {}}}"#, i + 1, 2 + i)).collect();
+    std::fs::write(&input, lines.join("\n")).expect("write");
+    let mut child = batch(&input, &output, &["--in-flight", "2", "--threads", "1"]).spawn().expect("k3");
+    while std::fs::read(&output).map_or(0, |b| b.iter().filter(|b| **b == b'\n').count()) < 4 {
+        assert!(child.try_wait().expect("wait").is_none(), "it ended before it was interrupted");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill");
+    assert!(sent.success());
+    assert_eq!(child.wait().expect("wait").code(), Some(130));
+    let kept = results(&output);
+    assert!((3..60).contains(&kept.len()), "{} texts", kept.len());
+    let object = object(&mut batch(&input, &output, &["--json"]));
+    assert_eq!(object["done_before"].as_u64().expect("a count"), kept.len() as u64);
+    let all = results(&output);
+    assert_eq!(all.len(), 60);
+    assert!(kept.iter().all(|(id, result)| all[id] == *result));
+}

@@ -11,7 +11,7 @@ use crate::segment::{Piece, Segment};
 use crate::trunk::{Trunk, TrunkStats};
 use k3_core::backend::Backend;
 use k3_core::checkpoint::{GlobalTensor, Tensor};
-use k3_core::model::{Model, Observer, State, Weights, Workspace};
+use k3_core::model::{Journal, Model, Observer, Sequence, State, Weights, Workspace};
 use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, TokenId};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -55,17 +55,38 @@ fn ratio(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }
 
-/// A checkpoint ready to run one sequence within a plan.
+/// A checkpoint ready to run within a plan: one sequence, or several at the same time
+/// ([`Plan::sequences`]). Where no number is asked for, it is the first that is meant.
 #[derive(Debug)]
 pub struct Engine {
     storage: Storage,
     plan: Plan,
     backend: Backend,
     exec: Rayon,
-    state: AlignedBuf,
+    sequences: Vec<Memory>,
     workspace: AlignedBuf,
+    journal: AlignedBuf,
+    /// First position and length of the pass on trial that the journal holds.
+    trial: Option<(usize, usize)>,
+}
+
+/// What one sequence remembers: see [`State`].
+#[derive(Debug)]
+struct Memory {
+    lines: AlignedBuf,
     position: usize,
     torn: bool,
+}
+
+/// What one sequence reads in a pass of several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// Its number, below [`Plan::sequences`].
+    pub sequence: usize,
+    /// Ids it reads.
+    pub positions: usize,
+    /// For how many of them, the last ones, it wants logits.
+    pub wanted: usize,
 }
 
 /// Where the weights are: everything behind [`Weights`].
@@ -97,11 +118,16 @@ impl Engine {
         let arena = Arena::new(config, plan.arena, checkpoint.expert_bytes(), plan.policy);
         // The plan was made from the same two numbers, and did not overflow.
         let lines = |n: Option<usize>| AlignedBuf::zeroed_lines(n.unwrap_or(usize::MAX / 128));
-        let state = lines(State::lines(&config, plan.extent.context))?;
+        let memory = |_| {
+            let lines = lines(State::lines(&config, plan.extent.context))?;
+            Ok(Memory { lines, position: 0, torn: false })
+        };
+        let sequences = (0..plan.sequences).map(memory).collect::<Result<_, Error>>()?;
+        let journal = lines(if plan.speculate > 0 { Journal::lines(&config, plan.speculate + 1) } else { Some(0) })?;
         let workspace = lines(Workspace::lines(&config, plan.extent))?;
         let (row_sender, row_receiver) = channel();
         let storage = Storage { checkpoint, fetch, trunk, arena, rows: None, row_tag: 0, row_sender, row_receiver };
-        Ok(Self { storage, plan, backend, exec, state, workspace, position: 0, torn: false })
+        Ok(Self { storage, plan, backend, exec, sequences, workspace, journal, trial: None })
     }
 
     /// The checkpoint.
@@ -124,8 +150,14 @@ impl Engine {
 
     /// Positions seen so far.
     #[must_use]
-    pub const fn position(&self) -> usize {
-        self.position
+    pub fn position(&self) -> usize {
+        self.sequences.first().map_or(0, |m| m.position)
+    }
+
+    /// Whether a pass stopped half-way, so that the sequence can only be [`Engine::reset`].
+    #[must_use]
+    pub fn is_torn(&self) -> bool {
+        self.sequences.first().is_some_and(|m| m.torn)
     }
 
     /// Forgets the sequence, not the weights that are in memory.
@@ -133,9 +165,18 @@ impl Engine {
     /// # Errors
     /// [`Error::Memory`] cannot happen while the plan holds; it is passed on if it does.
     pub fn reset(&mut self) -> Result<(), Error> {
+        self.reset_sequence(0)
+    }
+
+    /// Forgets one of several sequences.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if there is none of this number.
+    pub fn reset_sequence(&mut self, sequence: usize) -> Result<(), Error> {
         let config = *self.storage.checkpoint.config();
-        State::new(self.state.lines_mut(), &config, self.plan.extent.context).map_err(|_| Error::Order)?;
-        (self.position, self.torn) = (0, false);
+        let memory = self.sequences.get_mut(sequence).ok_or(Error::Order)?;
+        State::new(memory.lines.lines_mut(), &config, self.plan.extent.context).map_err(|_| Error::Order)?;
+        (memory.position, memory.torn) = (0, false);
         Ok(())
     }
 
@@ -145,16 +186,98 @@ impl Engine {
     /// # Errors
     /// [`Error`]; after one that is not a refusal the sequence must be [`Engine::reset`].
     pub fn step(&mut self, ids: &[TokenId], logits: &mut [f32], observer: &mut impl Observer) -> Result<(), Error> {
+        let wanted = logits.len() / self.storage.checkpoint.config().vocab_size;
+        let share = Share { sequence: 0, positions: ids.len(), wanted };
+        self.step_many(&[share], ids, logits, observer)
+    }
+
+    /// Runs the next ids of several sequences in one pass; see [`Model::forward_many`]. The numbers of
+    /// `shares` rise.
+    ///
+    /// # Errors
+    /// As [`Engine::step`], for all of the sequences. [`Error::Order`] if a number does not rise, or is of
+    /// no sequence.
+    pub fn step_many(
+        &mut self,
+        shares: &[Share],
+        ids: &[TokenId],
+        logits: &mut [f32],
+        observer: &mut impl Observer,
+    ) -> Result<(), Error> {
         let config = *self.storage.checkpoint.config();
         let context = self.plan.extent.context;
-        let mut state = State::attach(self.state.lines_mut(), &config, context, self.position, self.torn)
+        let mut memories = Vec::with_capacity(shares.len());
+        let mut rest = self.sequences.iter_mut().enumerate();
+        for share in shares {
+            let (_, memory) = rest.find(|(number, _)| *number == share.sequence).ok_or(Error::Order)?;
+            memories.push(memory);
+        }
+        let mut states = Vec::with_capacity(shares.len());
+        let mut outcomes = Vec::with_capacity(shares.len());
+        for Memory { lines, position, torn } in memories {
+            let state = State::attach(lines.lines_mut(), &config, context, *position, *torn);
+            states.push(state.map_err(|_| Error::Order)?);
+            outcomes.push((position, torn));
+        }
+        let mut sequences: Vec<_> = states
+            .iter_mut()
+            .zip(shares)
+            .map(|(state, s)| Sequence { state, journal: None, positions: s.positions, wanted: s.wanted })
+            .collect();
+        let mut workspace =
+            Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
+        let model = Model { config: &config, backend: self.backend, exec: &self.exec };
+        let result = model.forward_many(&mut self.storage, &mut sequences, &mut workspace, ids, logits, observer);
+        for (state, (position, torn)) in states.iter().zip(outcomes) {
+            (*position, *torn) = (state.position(), state.is_torn());
+        }
+        Ok(result?)
+    }
+
+    /// Runs `ids` on trial, at most [`Plan::speculate`] and one: the sequence stays where it is until
+    /// [`Engine::commit`] says how many of them it is to have seen. See [`Model::verify`].
+    ///
+    /// # Errors
+    /// [`Error`]; the sequence is as before, whatever happens.
+    pub fn verify(&mut self, ids: &[TokenId], logits: &mut [f32], observer: &mut impl Observer) -> Result<(), Error> {
+        self.trial = None;
+        let config = *self.storage.checkpoint.config();
+        let memory = self.sequences.first_mut().ok_or(Error::Order)?;
+        let start = memory.position;
+        let mut state = State::attach(memory.lines.lines_mut(), &config, self.plan.extent.context, start, memory.torn)
+            .map_err(|_| Error::Order)?;
+        let mut journal =
+            Journal::new(self.journal.lines_mut(), &config, self.plan.speculate + 1).map_err(|_| Error::Order)?;
+        let mut workspace =
+            Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
+        let model = Model { config: &config, backend: self.backend, exec: &self.exec };
+        model.verify(&mut self.storage, &mut state, &mut journal, &mut workspace, ids, logits, observer)?;
+        self.trial = Some((start, ids.len()));
+        Ok(())
+    }
+
+    /// Moves the sequence on by the first `accepted` ids that were run on trial last; the others leave no
+    /// trace.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if these were fewer, or the sequence has moved since.
+    pub fn commit(&mut self, accepted: usize) -> Result<(), Error> {
+        let trial = self.trial.take().ok_or(Error::Order)?;
+        let config = *self.storage.checkpoint.config();
+        let memory = self.sequences.first_mut().ok_or(Error::Order)?;
+        let (position, torn) = (memory.position, memory.torn);
+        let mut state = State::attach(memory.lines.lines_mut(), &config, self.plan.extent.context, position, torn)
+            .map_err(|_| Error::Order)?;
+        let mut journal = Journal::attach(self.journal.lines_mut(), &config, self.plan.speculate + 1, trial)
             .map_err(|_| Error::Order)?;
         let mut workspace =
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
-        let result = model.forward(&mut self.storage, &mut state, &mut workspace, ids, logits, observer);
-        (self.position, self.torn) = (state.position(), state.is_torn());
-        Ok(result?)
+        if !model.commit(&mut state, &mut journal, &mut workspace, accepted) {
+            return Err(Error::Order);
+        }
+        memory.position = state.position();
+        Ok(())
     }
 
     /// Bytes that came from files so far: of the [`Engine::stats`], what is cheap to ask for.

@@ -8,16 +8,24 @@
 //! loop: read what is not; pick an id from the last logits; append it; tell the listener
 //! ```
 //!
+//! If the plan has room for guesses ([`Plan::speculate`]), what is likely to follow is read in the same
+//! pass as the last id, and taken as far as it turns out to be what is picked: see [`crate::draft`].
+//! The text is the same with and without.
+//!
 //! So the next turn of a dialogue, or a session that was loaded, is more ids appended to the same list.
 //!
 //! Who picks is a [`Pick`]; who watches, prints and may end it is a [`Listener`].
 
+#[cfg(doc)]
+use crate::plan::Plan;
+
+use crate::draft::{Gate, Guesses, guess};
 use crate::engine::Engine;
 use crate::error::Error;
 use k3_core::model::Observer;
 use k3_core::ops::sample::argmax;
 use k3_core::view::TokenId;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::time::{Duration, Instant};
 
 /// Chooses ids.
@@ -97,7 +105,8 @@ pub trait Listener: Observer {
         let _ = stage;
     }
 
-    /// A pass is over. `logits`: `[m, vocab_size]` of its last `m` positions.
+    /// A pass is over. `logits`: `[m, vocab_size]` of its last `m` positions, of which one that was
+    /// only guessed is none.
     ///
     /// # Errors
     /// The listener's own, which ends the text.
@@ -158,6 +167,8 @@ pub struct Outcome {
     /// Bytes that came from files in that time. Reads go ahead of what computes, so a few of them may be
     /// for the token that comes next.
     pub decode_read: u64,
+    /// What came of guesses, since the generator was made.
+    pub guesses: Guesses,
 }
 
 impl Outcome {
@@ -179,19 +190,24 @@ impl Outcome {
 #[derive(Debug)]
 pub struct Generator {
     logits: Vec<f32>,
+    gate: Gate,
+    /// The guess of the pass at hand.
+    guess: Vec<TokenId>,
 }
 
 impl Generator {
     /// For texts of this engine.
     #[must_use]
     pub fn new(engine: &Engine) -> Self {
-        Self { logits: vec![0.0; engine.checkpoint().config().vocab_size * engine.plan().logit_rows] }
+        let logits = vec![0.0; engine.checkpoint().config().vocab_size * engine.plan().logit_rows];
+        Self { logits, gate: Gate::new(engine.plan().speculate), guess: Vec::new() }
     }
 
     /// Continues `ids`, of which the engine has read the first [`Engine::position`], and appends what
     /// it generates. Afterwards the engine has again read the first [`Engine::position`] of them: all
     /// but the last, as a rule, and all if the text ended before an id was picked or by an id that was
-    /// not appended. If it was cancelled, the engine must be reset.
+    /// not appended. If it was cancelled or failed, the engine may have to be reset:
+    /// [`Engine::is_torn`].
     ///
     /// # Errors
     /// Those of the passes, of the picker and of the listener. [`Error::Order`] if there is nothing to
@@ -215,6 +231,7 @@ impl Generator {
             decode: Duration::ZERO,
             decoded: 0,
             decode_read: 0,
+            guesses: self.gate.guesses(),
         };
         let mut read_before = 0;
         loop {
@@ -223,64 +240,104 @@ impl Generator {
             if !wanted.incremental {
                 engine.reset()?;
             }
-            let Some(rows) = self.read(engine, ids, first.then_some(outcome.prompt), begun, wanted, listener)? else {
+            // The last row that is computed is that of the last token that is wanted.
+            let room =
+                (wanted.max_tokens - outcome.generated).min(wanted.context - engine.position().min(wanted.context));
+            let most = if first || !wanted.incremental { 0 } else { self.gate.length().min(room.saturating_sub(1)) };
+            guess(ids, most, &mut self.guess);
+            let stage = Stage::Token { generated: outcome.generated };
+            let rows = if self.guess.is_empty() {
+                self.read(engine, ids, first.then_some(outcome.prompt), stage, wanted, listener)?
+            } else {
+                self.read_with_guess(engine, ids, stage, listener)?
+            };
+            let Some(rows) = rows else {
                 outcome.finish = Finish::Cancelled;
                 return Ok(outcome);
             };
             if first {
                 outcome.prefill = started.elapsed();
                 read_before = engine.bytes_read();
-            } else {
-                outcome.decode += started.elapsed();
-                outcome.decoded += 1;
-                outcome.decode_read = engine.bytes_read() - read_before;
             }
             if wanted.max_tokens == 0 {
                 return Ok(outcome);
             }
-            let logits = self.logits.get((rows - 1) * vocab..rows * vocab).ok_or(Error::Order)?;
-            let id = picker.pick(ids.len(), ids, logits)?;
-            if (wanted.stops)(id) {
-                (outcome.finish, outcome.stop) = (Finish::Stop, Some(id));
-                return Ok(outcome);
+
+            // An id for each row, while what is picked is what was guessed to come next.
+            let before = ids.len();
+            for (i, logits) in self.logits[rows.start * vocab..rows.end * vocab].chunks_exact(vocab).enumerate() {
+                let id = match picker.pick(ids.len(), ids, logits) {
+                    Ok(id) => id,
+                    Err(error) => {
+                        ids.truncate(before);
+                        return Err(error.into());
+                    }
+                };
+                if (wanted.stops)(id) {
+                    outcome.stop = Some(id);
+                    break;
+                }
+                ids.push(id);
+                if self.guess.get(i) != Some(&id) {
+                    break;
+                }
             }
-            ids.push(id);
-            outcome.generated += 1;
-            if let ControlFlow::Break(finish) = listener.token(id)? {
+            let mut taken = ids.len() - before + usize::from(outcome.stop.is_some());
+            if !self.guess.is_empty() {
+                listener.passed(stage, &self.logits[..taken * vocab])?;
+            }
+            let took = started.elapsed();
+            let mut end = outcome.stop.map(|_| Finish::Stop);
+            for i in before..ids.len() {
+                outcome.generated += 1;
+                if let ControlFlow::Break(finish) = listener.token(ids[i])? {
+                    ids.truncate(i + 1);
+                    (taken, end, outcome.stop) = (i + 1 - before, Some(finish), None);
+                    break;
+                }
+            }
+            let committing = Instant::now();
+            if !self.guess.is_empty() {
+                engine.commit(taken)?;
+            }
+            if !first {
+                let took = took + committing.elapsed();
+                outcome.decode += took;
+                outcome.decode_read = engine.bytes_read() - read_before;
+                outcome.decoded += u32::try_from(taken).unwrap_or(u32::MAX);
+                match self.guess.len() {
+                    0 => self.gate.plain(took),
+                    drafted => self.gate.tried(drafted, taken - 1, taken, took),
+                }
+                outcome.guesses = self.gate.guesses();
+            }
+            if end.is_none() && outcome.generated < wanted.max_tokens && ids.len() > wanted.context {
+                end = Some(Finish::Context);
+            }
+            if let Some(finish) = end.or((outcome.generated == wanted.max_tokens).then_some(Finish::Length)) {
                 outcome.finish = finish;
-                return Ok(outcome);
-            }
-            if outcome.generated == wanted.max_tokens {
-                return Ok(outcome);
-            }
-            if ids.len() > wanted.context {
-                outcome.finish = Finish::Context;
                 return Ok(outcome);
             }
         }
     }
 
     /// Reads what the engine has not read of `ids`. `prompt`: how many these are, if they are the
-    /// prompt. Gives the rows of logits of the last pass, the last of which is the last id's; `None`
-    /// if it was stopped.
+    /// prompt. Gives the row of the last id's logits; `None` if it was stopped.
     fn read<L: Listener>(
         &mut self,
         engine: &mut Engine,
         ids: &[TokenId],
         prompt: Option<usize>,
-        begun: usize,
+        token: Stage,
         wanted: &Wanted<'_>,
         listener: &mut L,
-    ) -> Result<Option<usize>, L::Error> {
+    ) -> Result<Option<Range<usize>>, L::Error> {
         let (vocab, chunk) = (engine.checkpoint().config().vocab_size, engine.plan().extent.chunk);
         let unread = ids.get(engine.position()..).filter(|unread| !unread.is_empty()).ok_or(Error::Order)?;
         let (mut done, mut rows) = (0, 0);
         for part in unread.chunks(chunk) {
             done += part.len();
-            let stage = match prompt {
-                Some(of) => Stage::Prompt { done, of },
-                None => Stage::Token { generated: ids.len() - begun },
-            };
+            let stage = prompt.map_or(token, |of| Stage::Prompt { done, of });
             rows =
                 if prompt.is_some() && wanted.prompt_logits { part.len() } else { usize::from(done == unread.len()) };
             listener.begin(stage);
@@ -291,6 +348,30 @@ impl Generator {
             }
             listener.passed(stage, logits)?;
         }
-        Ok(Some(rows))
+        Ok(Some(rows - 1..rows))
+    }
+
+    /// Reads the last id and the guess, on trial. Gives the rows of their logits; `None` if it was
+    /// stopped.
+    fn read_with_guess<L: Listener>(
+        &mut self,
+        engine: &mut Engine,
+        ids: &[TokenId],
+        stage: Stage,
+        listener: &mut L,
+    ) -> Result<Option<Range<usize>>, L::Error> {
+        let mut all = ids.get(engine.position()..).unwrap_or_default().to_vec();
+        if all.len() != 1 {
+            return Err(Error::Order.into());
+        }
+        all.extend_from_slice(&self.guess);
+        listener.begin(stage);
+        let vocab = engine.checkpoint().config().vocab_size;
+        let logits = self.logits.get_mut(..all.len() * vocab).ok_or(Error::Order)?;
+        match engine.verify(&all, logits, listener) {
+            Err(Error::Stopped) => return Ok(None),
+            other => other?,
+        }
+        Ok(Some(0..all.len()))
     }
 }

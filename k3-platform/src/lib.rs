@@ -1,7 +1,9 @@
 //! The Linux side of k3: where the bytes of a checkpoint live while the core works on them.
 //!
 //! ```text
+//! batch        many prompts at the same time
 //! generate     from a prompt to its continuation
+//! draft        guesses of what comes next
 //! engine       owns every buffer; the only implementor of the core's `Weights`
 //! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
 //! trunk        pinned prefix and ring          experts   arena of experts
@@ -22,7 +24,9 @@
 
 #[expect(unsafe_code, reason = "mapping memory is the one thing the standard library does not offer")]
 pub mod aligned;
+pub mod batch;
 pub mod checkpoint;
+pub mod draft;
 pub mod engine;
 pub mod error;
 pub mod exec;

@@ -13,7 +13,7 @@ use crate::trunk::list_bytes;
 use crate::units::human;
 use k3_core::carve::Line as CacheLine;
 use k3_core::config::ModelConfig;
-use k3_core::model::{Extent, State, Workspace};
+use k3_core::model::{Extent, Journal, State, Workspace};
 
 /// What the process itself touches: code, heap, allocator, runtime (bytes). Checked against the peak
 /// of real runs by the budget tests.
@@ -28,6 +28,10 @@ const SLOT_TARGET: usize = 16 << 20;
 
 /// Slots of the ring when there is room: one being used, the others being filled.
 const RING_TARGET: usize = 8;
+
+/// Sequences that run at the same time at most: with so many, a token's share of the trunk is less than
+/// its experts.
+const MOST_SEQUENCES: usize = 64;
 
 /// What is asked of the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +52,10 @@ pub struct Request {
     pub policy: Policy,
     /// Whether logits of all positions of a chunk are held at once, and not only the last one's.
     pub all_logits: bool,
+    /// Ids that are guessed at most, to be read in one pass with the last one.
+    pub speculate: usize,
+    /// Sequences that are to run at the same time, at most. If there is no room for as many, fewer do.
+    pub sequences: usize,
     /// What the process has touched of its own file besides its code (bytes).
     pub touched: u64,
 }
@@ -117,6 +125,10 @@ pub struct Plan {
     pub readers: usize,
     /// Positions whose logits are held at once.
     pub logit_rows: usize,
+    /// Ids that are guessed at most.
+    pub speculate: usize,
+    /// Sequences that run at the same time.
+    pub sequences: usize,
     /// Bytes of a slot of the ring.
     pub slot: usize,
     /// Slots of the ring.
@@ -168,8 +180,13 @@ fn lines(count: Option<usize>) -> u64 {
     count.map_or(u64::MAX, |n| (n as u64).saturating_mul(CacheLine::BYTES as u64))
 }
 
+/// Positions whose logits are held at once.
+fn logit_rows(request: &Request, chunk: usize, sequences: usize) -> usize {
+    if request.all_logits { chunk } else { sequences.max(request.speculate + 1) }
+}
+
 /// What is needed whatever the budget is, for a chunk of `chunk` positions.
-fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize) -> Ledger {
+fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize, sequences: usize) -> Ledger {
     let c = sizes.config;
     let mut ledger = Ledger::default();
     let threads = (request.threads + request.readers) as u64;
@@ -187,13 +204,20 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize) -> Ledger {
     let states = lines(State::lines(c, 0));
     let note =
         format!("{} layers x {} heads x {} x {}", c.num_kda_layers(), c.kda_num_heads, c.kda_head_dim, c.kda_head_dim);
-    ledger.add("KDA states", states, note);
+    let times = |bytes: u64| bytes.saturating_mul(sequences as u64);
+    let many = if sequences > 1 { format!("{sequences} sequences x ") } else { String::new() };
+    ledger.add("KDA states", times(states), format!("{many}{note}"));
     let latent = lines(State::lines(c, request.context)).saturating_sub(states);
     let per = 4 * (c.latent_width() * c.num_mla_layers()) as u64;
-    ledger.add("context", latent, format!("{} positions x {per} bytes", request.context));
+    ledger.add("context", times(latent), format!("{many}{} positions x {per} bytes", request.context));
+    if request.speculate > 0 {
+        let positions = request.speculate + 1;
+        let journal = lines(Journal::lines(c, positions));
+        ledger.add("journal", journal, format!("steps of {positions} positions, and one layer's states"));
+    }
     let extent = Extent { chunk, context: request.context, width: request.threads };
     ledger.add("activations", lines(Workspace::lines(c, extent)), format!("chunks of {chunk} positions"));
-    let rows = if request.all_logits { chunk } else { 1 };
+    let rows = logit_rows(request, chunk, sequences);
     ledger.add("logits", (rows as u64).saturating_mul(4 * c.vocab_size as u64), format!("{rows} x {}", c.vocab_size));
     ledger
 }
@@ -210,9 +234,10 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let expert = sizes.expert as u64;
     let one_expert = u64::from(experts > 0) * expert;
 
-    // The floor: one position at a time, one slot, one expert.
-    let floor_chunk = request.chunk.unwrap_or(1).max(1);
-    let mut floor = fixed(sizes, request, floor_chunk);
+    // The floor: one sequence, one position at a time or one guess, one slot, one expert.
+    let least_chunk = request.speculate + 1;
+    let floor_chunk = request.chunk.unwrap_or(1).max(least_chunk);
+    let mut floor = fixed(sizes, request, floor_chunk, 1);
     floor.add("trunk ring", least as u64, "1 slot".to_owned());
     floor.add("segments", list_bytes(sizes.walk, least), "lists of what is read together".to_owned());
     floor.add("experts", one_expert, format!("{} slot", u64::from(experts > 0)));
@@ -221,17 +246,27 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         return Err(Refusal { budget: request.budget, floor: floor.total(), ledger: floor });
     }
 
-    // The chunk: a sixteenth of the budget, for each trunk byte is read once per chunk.
     let minimum = least as u64 + list_bytes(sizes.walk, least) + one_expert;
+    let fits = |chunk: usize, sequences: usize, base: (usize, usize), share: u64| {
+        let total = fixed(sizes, request, chunk, sequences).total();
+        let more = total.saturating_sub(fixed(sizes, request, base.0, base.1).total());
+        more <= share && total.saturating_add(minimum) <= request.budget
+    };
+
+    // The sequences: half of the budget, for each reads the same weights. Each needs a position of a chunk.
+    let many = request.sequences.min(request.chunk.unwrap_or(usize::MAX)).min(MOST_SEQUENCES);
+    let sequences =
+        (2..=many).rev().find(|&n| fits(floor_chunk.max(n), n, (floor_chunk, 1), request.budget / 2)).unwrap_or(1);
+
+    // The chunk: a sixteenth of the budget, for each trunk byte is read once per chunk.
+    let least_chunk = least_chunk.max(sequences);
     let chunk = request.chunk.unwrap_or_else(|| {
-        let fits = |chunk: usize| {
-            let total = fixed(sizes, request, chunk).total();
-            let more = total - fixed(sizes, request, 1).total().min(total);
-            more <= request.budget / 16 && total.saturating_add(minimum) <= request.budget
-        };
-        (2..=request.prompt.min(512)).rev().find(|&n| fits(n)).unwrap_or(1)
+        let larger = least_chunk + 1..=request.prompt.min(512);
+        let fits = |&n: &usize| fits(n, sequences, (least_chunk, sequences), request.budget / 16);
+        larger.rev().find(fits).unwrap_or(least_chunk)
     });
-    let mut ledger = fixed(sizes, request, chunk.max(1));
+    let chunk = chunk.max(least_chunk);
+    let mut ledger = fixed(sizes, request, chunk, sequences);
     let mut left = request.budget - ledger.total() - minimum;
 
     // The ring: at most a quarter of what is left.
@@ -275,8 +310,8 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let more = left.checked_div(expert).unwrap_or(0);
     arena = arena.saturating_add(usize::try_from(more).unwrap_or(usize::MAX)).min(experts);
     ledger.add("experts", arena as u64 * expert, format!("{arena} of {experts}, {} each", human(expert)));
-    let extent = Extent { chunk: chunk.max(1), context: request.context, width: request.threads };
-    let logit_rows = if request.all_logits { extent.chunk } else { 1 };
+    let extent = Extent { chunk, context: request.context, width: request.threads };
+    let logit_rows = logit_rows(request, chunk, sequences);
     let (budget, readers) = (request.budget, request.readers);
     let trunk_read = costs.iter().skip(pinned).map(|c| c.1).sum();
     let missing = if arena == experts { 0 } else { c.num_moe_layers() * c.num_experts_per_token };
@@ -286,6 +321,8 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         extent,
         readers,
         logit_rows,
+        speculate: request.speculate,
+        sequences,
         slot,
         ring,
         pinned: layers,

@@ -1,6 +1,6 @@
 //! The promise in one table: the same bits whatever the machine, the budget and the path.
 
-use crate::run::{How, Outcome, engine, open, run};
+use crate::run::{How, Outcome, engine, open, run, run_among, run_guessing};
 use k3_core::backend::Backend;
 use k3_core::math::canonical_bits;
 use k3_core::view::TokenId;
@@ -63,6 +63,25 @@ fn table(dir: &Path) -> Vec<(String, How)> {
             }
         }
     }
+    // Guesses need chunks they fit in, and companions states of their own.
+    let guessing = floor(dir, &How { speculate: 3, ..base }, 13, 13 + GENERATED);
+    for speculate in [1, 2, 3, 5] {
+        rows.push((format!("guesses of {speculate}"), How { speculate, ..base }));
+        let how = How { speculate, budget: guessing + 40_000, threads: 1, backend: Backend::SCALAR, ..base };
+        rows.push((format!("guesses of {speculate}, little memory, scalar"), how));
+    }
+    for backend in Backend::available() {
+        let how = How { backend, speculate: 4, chunk: Some(7), ..base };
+        rows.push((format!("guesses of 4, chunk 7, {}", backend.name()), how));
+        for (sequences, chunk) in [(2, None), (3, Some(4)), (5, Some(13))] {
+            let how = How { backend, sequences, chunk, ..base };
+            rows.push((format!("one of {sequences} sequences, chunk {chunk:?}, {}", backend.name()), how));
+        }
+    }
+    for (threads, budget) in [(1, guessing + 600_000), (7, guessing + 2_000_000)] {
+        let how = How { sequences: 4, threads, budget, ..base };
+        rows.push((format!("one of 4 sequences, {threads} threads, budget {budget}"), how));
+    }
     rows.push(("the whole prefix again for each token".to_owned(), How { incremental: false, ..base }));
     rows.push((
         "the whole prefix again, least budget, one thread, scalar".to_owned(),
@@ -82,7 +101,12 @@ fn the_same_bits_on_every_row_of_the_table() {
         assert_eq!(expected.0.len(), (prompt.len() + GENERATED) * vocab);
         let (mut pinned, mut hits) = (Vec::new(), Vec::new());
         for (name, how) in table(&dir) {
-            let out = run(&dir, &how, &prompt, GENERATED).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let out = match how {
+                How { speculate: 1.., .. } => run_guessing(&dir, &how, &prompt, &expected.1),
+                How { sequences: 2.., .. } => run_among(&dir, &how, &prompt, &expected.1),
+                _ => run(&dir, &how, &prompt, GENERATED),
+            };
+            let out = out.unwrap_or_else(|e| panic!("{name}: {e}"));
             assert!(bits(&out) == expected, "{}: other bits with {name}", dir.display());
             let stats = out.stats.expect("stats");
             let layers = stats.trunk.visits as f64;

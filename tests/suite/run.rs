@@ -5,7 +5,7 @@ use k3_core::model::Observer;
 use k3_core::ops::sample::argmax;
 use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::checkpoint::Checkpoint;
-use k3_platform::engine::{Engine, Stats};
+use k3_platform::engine::{Engine, Share, Stats};
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, Source};
 use k3_platform::plan::Request;
@@ -22,12 +22,23 @@ pub(crate) struct How {
     pub(crate) budget: u64,
     pub(crate) mode: Mode,
     pub(crate) incremental: bool,
+    pub(crate) speculate: usize,
+    pub(crate) sequences: usize,
 }
 
 impl Default for How {
     fn default() -> Self {
         let backend = Backend::detect();
-        Self { backend, threads: 2, chunk: None, budget: 1 << 30, mode: Mode::Direct, incremental: true }
+        Self {
+            backend,
+            threads: 2,
+            chunk: None,
+            budget: 1 << 30,
+            mode: Mode::Direct,
+            incremental: true,
+            speculate: 0,
+            sequences: 1,
+        }
     }
 }
 
@@ -100,6 +111,8 @@ pub(crate) fn engine_with(
         threads: how.threads,
         readers: 2,
         all_logits: true,
+        speculate: how.speculate,
+        sequences: how.sequences,
         policy: k3_platform::policy::Policy::default(),
         touched: 0,
     };
@@ -110,6 +123,93 @@ pub(crate) fn engine_with(
 /// Runs a prompt and `max` greedy tokens.
 pub(crate) fn run(dir: &Path, how: &How, prompt: &[TokenId], max: usize) -> Result<Outcome, Error> {
     run_from(Arc::new(Disk::new(how.mode)), dir, how, prompt, max)
+}
+
+/// Runs a prompt, and then the ids of `text` (its continuation) as guesses of `how.speculate` ids of which a
+/// part is wrong: none, one, two, and so on, around and around. Every tenth token goes without.
+pub(crate) fn run_guessing(dir: &Path, how: &How, prompt: &[TokenId], text: &[TokenId]) -> Result<Outcome, Error> {
+    let checkpoint = open(dir, how.mode)?;
+    let vocab = checkpoint.config().vocab_size;
+    let mut engine = engine(checkpoint, how, prompt.len(), prompt.len() + text.len())?;
+    let mut out = Outcome { pinned: engine.plan().pinned, ..Outcome::default() };
+    for part in prompt.chunks(engine.plan().extent.chunk) {
+        let mut logits = vec![0.0; part.len() * vocab];
+        engine.step(part, &mut logits, &mut ())?;
+        out.logits.extend_from_slice(&logits);
+    }
+    let last = |logits: &[f32]| argmax(&logits[logits.len() - vocab..]).expect("finite").expect("a vocabulary");
+    let mut wrong = 0;
+    while out.generated.len() < text.len() {
+        let done = out.generated.len();
+        out.generated.push(last(&out.logits));
+        let mut ids = vec![out.generated[done]];
+        let right = &text[done + 1..];
+        ids.extend_from_slice(&right[..how.speculate.min(right.len())]);
+        let keep = ids.len() - wrong.min(ids.len() - 1);
+        ids[keep..].iter_mut().for_each(|id| id.0 = (id.0 + 1) % u32::try_from(vocab).unwrap_or(u32::MAX));
+        wrong = (wrong + 1) % (how.speculate + 2);
+        if wrong == 0 {
+            ids.truncate(1);
+            let mut logits = vec![0.0; vocab];
+            engine.step(&ids, &mut logits, &mut ())?;
+            out.logits.extend_from_slice(&logits);
+            continue;
+        }
+        let mut logits = vec![0.0; ids.len() * vocab];
+        engine.verify(&ids, &mut logits, &mut ())?;
+        engine.commit(keep)?;
+        out.logits.extend_from_slice(&logits[..keep * vocab]);
+        out.generated.extend_from_slice(&ids[1..keep]);
+    }
+    out.stats = Some(engine.stats());
+    Ok(out)
+}
+
+/// Runs a prompt and its continuation `text` among other sequences that come and go, of other lengths, and
+/// gives what became of the first.
+pub(crate) fn run_among(dir: &Path, how: &How, prompt: &[TokenId], text: &[TokenId]) -> Result<Outcome, Error> {
+    let checkpoint = open(dir, how.mode)?;
+    let vocab = checkpoint.config().vocab_size;
+    let mut engine = engine(checkpoint, how, prompt.len(), prompt.len() + text.len())?;
+    let (chunk, many) = (engine.plan().extent.chunk, engine.plan().sequences);
+    let mut out = Outcome { pinned: engine.plan().pinned, ..Outcome::default() };
+    let all = [prompt, text].concat();
+    let (mut read, mut others) = (0, vec![0; many]);
+    let mut pass = 0;
+    while read < all.len() {
+        // The one that is looked at changes neither its place nor its ids, but the company it has.
+        let mine = (1 + pass % 3).min(all.len() - read).min(chunk + 1 - many.min(chunk));
+        let mut shares = Vec::new();
+        let mut ids = Vec::new();
+        let mut left = chunk - mine;
+        for (number, seen) in others.iter_mut().enumerate() {
+            if number == many / 2 {
+                shares.push(Share { sequence: number, positions: mine, wanted: mine });
+                ids.extend_from_slice(&all[read..read + mine]);
+                continue;
+            }
+            let n = ((number + pass) % 4).min(left).min(all.len() - *seen);
+            if n == 0 {
+                engine.reset_sequence(number)?;
+                *seen = 0;
+                continue;
+            }
+            shares.push(Share { sequence: number, positions: n, wanted: number % 2 });
+            ids.extend((0..n).map(|i| all[(*seen + i + number) % all.len()]));
+            (*seen, left) = (*seen + n, left - n);
+        }
+        let rows: usize = shares.iter().map(|s| s.wanted).sum();
+        let mut logits = vec![0.0; rows * vocab];
+        engine.step_many(&shares, &ids, &mut logits, &mut ())?;
+        let before: usize = shares.iter().take_while(|s| s.sequence != many / 2).map(|s| s.wanted).sum();
+        out.logits.extend_from_slice(&logits[before * vocab..(before + mine) * vocab]);
+        read += mine;
+        pass += 1;
+    }
+    let picks = out.logits.chunks_exact(vocab).skip(prompt.len() - 1).take(text.len());
+    out.generated = picks.map(|row| argmax(row).expect("finite").expect("a vocabulary")).collect();
+    out.stats = Some(engine.stats());
+    Ok(out)
 }
 
 /// The same with files from anywhere.

@@ -1,0 +1,369 @@
+//! `k3 batch`: a file of prompts in, a file of texts out, many at the same time.
+
+use crate::args::Batch as Args;
+use crate::fail::{self, Failure};
+use crate::output;
+use crate::report::{self, Progress};
+use crate::start::{Options, Started, Wanted};
+use crate::text;
+use k3_core::model::Observer;
+use k3_core::view::{LayerIndex, TokenId};
+use k3_platform::batch::{self, Listener, Outcome, Prompt, Text};
+use k3_platform::checkpoint::Checkpoint;
+use k3_platform::generate::Greedy;
+use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::Path;
+use std::time::Instant;
+
+/// Faults of the input that are told at once; the rest is counted.
+const TOLD: usize = 8;
+
+/// A line of the input.
+struct Line {
+    /// Its number in the file, from 1.
+    number: usize,
+    id: Value,
+    prompt: Given,
+    max_tokens: Option<usize>,
+}
+
+/// How a prompt is given.
+enum Given {
+    Text(String),
+    Ids(Vec<TokenId>),
+}
+
+/// Runs the command. The answer is the exit code of what is not a failure.
+pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
+    let started = Instant::now();
+    let options = Options::new(&args.common)?;
+    output::check(
+        &[("--output", Some(&args.output))],
+        &[("--input", Some(&args.input))],
+        args.common.model.as_deref(),
+    )?;
+    let bytes = text::read(&args.input, "--input", options.budget())?;
+    let lines = lines(&args.input, &bytes)?;
+    let opened = options.open()?;
+    let texts = lines.iter().any(|l| matches!(l.prompt, Given::Text(_)));
+    let mut files = text::vocabulary(&opened.checkpoint, texts)?;
+    let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
+    let (ids, prompts) = prompts(args, lines, vocabulary.as_ref(), &opened.checkpoint)?;
+    let header = header(args, &bytes, &opened.checkpoint);
+    drop(bytes);
+    let (mut out, done) = Results::open(&args.output, &header, &ids)?;
+    let todo: Vec<usize> = (0..ids.len()).filter(|i| !done[*i]).collect();
+    let left: Vec<Prompt> = todo.iter().map(|&i| prompts[i].clone()).collect();
+
+    let needed = |p: &Prompt| p.ids.len() + p.max_tokens.saturating_sub(1);
+    let context = args.context.unwrap_or_else(|| left.iter().map(needed).max().unwrap_or(1));
+    let run = opened.start(Wanted {
+        context,
+        prompt: left.iter().map(|p| p.ids.len()).sum::<usize>().max(1),
+        tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
+        sequences: left.len().min(args.in_flight.map_or(usize::MAX, std::num::NonZeroUsize::get)).max(1),
+        ..Wanted::default()
+    });
+    let mut run = run?;
+    let config = *run.engine.checkpoint().config();
+    let open = started.elapsed();
+    let progress = Progress::new(!args.common.quiet, config.num_hidden_layers);
+    let mut watch = Watch { progress, out: &mut out, vocabulary, ids: &ids, todo: &todo, ended: 0, text: Vec::new() };
+    let stops = |id| !args.ignore_eos && text::stops(id, &config);
+    let outcome = batch::run(&mut run.engine, &left, context, &stops, &mut Greedy, &mut watch)?;
+    watch.progress.clear();
+    let total = started.elapsed();
+
+    let stats = run.engine.stats();
+    if args.common.json {
+        let Outcome { ended, passes, read, generated, in_flight, .. } = outcome;
+        report::print_json(&json!({
+            "model": run.engine.checkpoint().dir().display().to_string(),
+            "prompts": ids.len(),
+            "done_before": ids.len() - todo.len(),
+            "ended": ended,
+            "cancelled": outcome.cancelled,
+            "usage": {"read_tokens": read, "generated_tokens": generated},
+            "passes": passes,
+            "in_flight": in_flight,
+            "memory": report::memory(run.engine.plan()),
+            "io": report::io(&stats, run.direct()),
+            "seconds": {
+                "total": total.as_secs_f64(),
+                "open": open.as_secs_f64(),
+                "generating": outcome.took.as_secs_f64(),
+                "waited_for_disk": stats.waited().as_secs_f64(),
+            },
+            "threads": run.engine.plan().extent.width,
+            "backend": run.engine.backend().name(),
+            "damaged_experts": report::damaged(&stats),
+        }))?;
+    }
+    if !args.common.quiet {
+        run.note_buffered();
+        end(&outcome, ids.len() - todo.len(), &run);
+    }
+    report::damage(&stats);
+    Ok(Started::code(outcome.cancelled))
+}
+
+/// Prints what there is to say about a batch.
+fn end(outcome: &Outcome, before: usize, run: &Started) {
+    let Outcome { ended, passes, generated, in_flight, took, .. } = *outcome;
+    let before = if before > 0 { format!(", {before} were there already") } else { String::new() };
+    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    let each = if generated > 0 { format!("{:.3} s", took.as_secs_f64() / generated as f64) } else { "-".to_owned() };
+    let _ = writeln!(
+        std::io::stderr(),
+        "{ended} texts of {generated} tokens in {passes} passes, at most {in_flight} at once, {each} per token{before}",
+    );
+    report::resources(&run.engine.stats(), run.engine.plan());
+}
+
+/// Reads the input, line by line, and refuses it for everything that is wrong with it.
+fn lines(path: &Path, bytes: &[u8]) -> Result<Vec<Line>, Failure> {
+    let (mut lines, mut faults) = (Vec::new(), Vec::new());
+    let mut seen: HashMap<String, usize> = HashMap::new();
+    for (number, bytes) in (1..).zip(bytes.split(|b| *b == b'\n')) {
+        if bytes.trim_ascii().is_empty() {
+            continue;
+        }
+        match line(number, bytes) {
+            Ok(line) => {
+                if let Some(first) = seen.insert(line.id.to_string(), number) {
+                    faults.push(format!("line {number}: id {} is that of line {first}", line.id));
+                }
+                lines.push(line);
+            }
+            Err(fault) => faults.push(format!("line {number}: {fault}")),
+        }
+    }
+    refuse(path, &faults)?;
+    if lines.is_empty() {
+        return Err(Failure::usage(format!("{}: there are no prompts", path.display()), HINT));
+    }
+    Ok(lines)
+}
+
+const HINT: &str = "each line is an object {\"id\": \"a\", \"prompt\": \"text\"} or {\"id\": 1, \"ids\": [1, 2]}, \
+                    and may have \"max_tokens\"; no id occurs twice";
+
+/// Refuses the input if there is a fault.
+fn refuse(path: &Path, faults: &[String]) -> Result<(), Failure> {
+    if faults.is_empty() {
+        return Ok(());
+    }
+    let mut message = format!("{}: {}", path.display(), faults[..faults.len().min(TOLD)].join("\n    "));
+    if faults.len() > TOLD {
+        message += &format!("\n    and {} more faults", faults.len() - TOLD);
+    }
+    Err(Failure::usage(message, HINT))
+}
+
+/// One line.
+fn line(number: usize, bytes: &[u8]) -> Result<Line, String> {
+    let value: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    let Value::Object(mut fields) = value else { return Err("this is no object".to_owned()) };
+    let id = match fields.remove("id") {
+        Some(id @ (Value::String(_) | Value::Number(_))) => id,
+        Some(_) => return Err("\"id\" is neither a string nor a number".to_owned()),
+        None => return Err("\"id\" is missing".to_owned()),
+    };
+    let prompt = match (fields.remove("prompt"), fields.remove("ids")) {
+        (Some(Value::String(text)), None) => Given::Text(text),
+        (None, Some(Value::Array(ids))) => Given::Ids(ids.iter().map(token).collect::<Result<_, _>>()?),
+        (Some(_), None) => return Err("\"prompt\" is no string".to_owned()),
+        (None, Some(_)) => return Err("\"ids\" is no array".to_owned()),
+        (Some(_), Some(_)) => return Err("there are both \"prompt\" and \"ids\"".to_owned()),
+        (None, None) => return Err("\"prompt\" or \"ids\" is missing".to_owned()),
+    };
+    let max_tokens = match fields.remove("max_tokens") {
+        None => None,
+        Some(n) => Some(
+            n.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(|| "\"max_tokens\" is no count".to_owned())?,
+        ),
+    };
+    match fields.keys().next() {
+        Some(name) => Err(format!("a field {name:?} is not known")),
+        None => Ok(Line { number, id, prompt, max_tokens }),
+    }
+}
+
+fn token(value: &Value) -> Result<TokenId, String> {
+    let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+    id.map(TokenId).ok_or_else(|| format!("{value} in \"ids\" is no token id"))
+}
+
+/// The prompts as ids, and the ids of the lines. Refuses what no pass could run.
+fn prompts(
+    args: &Args,
+    lines: Vec<Line>,
+    vocabulary: Option<&Vocabulary<'_>>,
+    checkpoint: &Checkpoint,
+) -> Result<(Vec<Value>, Vec<Prompt>), Failure> {
+    let vocab = checkpoint.config().vocab_size;
+    let (mut names, mut prompts, mut faults) = (Vec::new(), Vec::new(), Vec::new());
+    for Line { number, id, prompt, max_tokens } in lines {
+        let ids = match (prompt, vocabulary) {
+            (Given::Ids(ids), _) => ids,
+            (Given::Text(text), Some(vocabulary)) => vocabulary.encode(text.as_bytes(), args.parse_special)?,
+            (Given::Text(_), None) => Vec::new(),
+        };
+        if ids.is_empty() {
+            faults.push(format!("line {number}: the prompt is empty"));
+        } else if let Some(id) = ids.iter().find(|id| id.get() >= vocab) {
+            faults.push(format!("line {number}: token id {} is not in the vocabulary of {vocab} ids", id.0));
+        } else if let Some(context) = args.context.filter(|c| ids.len() > *c) {
+            let tokens = ids.len();
+            faults.push(format!("line {number}: the prompt has {tokens} tokens, --context holds {context}"));
+        }
+        names.push(id);
+        prompts.push(Prompt { ids, max_tokens: max_tokens.unwrap_or(args.max_tokens) });
+    }
+    refuse(&args.input, &faults)?;
+    Ok((names, prompts))
+}
+
+/// FNV-1a, 64 bits: against mistakes, not against malice.
+fn digest<'b>(parts: impl IntoIterator<Item = &'b [u8]>) -> String {
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for part in parts {
+        for byte in part.iter().chain(&[0xff]) {
+            hash = (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+    format!("{hash:016x}")
+}
+
+/// The first line of the output: everything that a text depends on. Budget, threads, kernels and the rest
+/// are not among it.
+fn header(args: &Args, input: &[u8], checkpoint: &Checkpoint) -> String {
+    let model = format!(
+        "{:?} {:?}",
+        checkpoint.config(),
+        checkpoint.index().shards().iter().map(|s| (&s.name, s.len)).collect::<Vec<_>>()
+    );
+    let object = json!({
+        "k3_batch": 1,
+        "input": digest([input]),
+        "model": digest([model.as_bytes()]),
+        "max_tokens": args.max_tokens,
+        "context": args.context,
+        "ignore_eos": args.ignore_eos,
+        "parse_special": args.parse_special,
+    });
+    format!("{object}\n")
+}
+
+/// The output file.
+struct Results {
+    file: File,
+    path: std::path::PathBuf,
+}
+
+impl Results {
+    /// Opens the output, or begins it. What an interrupted batch has left of it stays, and says which
+    /// prompts are done; a line that was broken off is taken away.
+    fn open(path: &Path, header: &str, ids: &[Value]) -> Result<(Self, Vec<bool>), Failure> {
+        let failed = |e: &std::io::Error| Failure::target(path, e);
+        let mut file =
+            File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(|e| failed(&e))?;
+        if !file.metadata().map_err(|e| failed(&e))?.is_file() {
+            return Err(Failure::usage(
+                format!("{}: this is no regular file", path.display()),
+                "--output takes a file that a batch can be continued from",
+            ));
+        }
+        if file.try_lock().is_err() {
+            let message = format!("{}: another batch is writing this file", path.display());
+            return Err(Failure::usage(message, "wait for it, or name another file"));
+        }
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map_err(|e| failed(&e))?;
+        let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1);
+        let mut done = vec![false; ids.len()];
+        if whole == 0 {
+            if !header.as_bytes().starts_with(&bytes) {
+                return Err(foreign(path));
+            }
+            file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(|e| failed(&e))?;
+            file.write_all(header.as_bytes()).map_err(|e| Failure::output(path, &e))?;
+        } else {
+            let number: HashMap<String, usize> = ids.iter().enumerate().map(|(i, id)| (id.to_string(), i)).collect();
+            let Some(results) = bytes[..whole].strip_prefix(header.as_bytes()) else { return Err(foreign(path)) };
+            for (line, result) in (2..).zip(results.split_inclusive(|b| *b == b'\n')) {
+                let object: Option<Map<String, Value>> = serde_json::from_slice(result).ok();
+                let known = object.and_then(|o| number.get(&o.get("id")?.to_string()).copied());
+                if known.is_none_or(|i| std::mem::replace(&mut done[i], true)) {
+                    return Err(Failure {
+                        code: fail::DAMAGED,
+                        message: format!("{}: line {line} is not a result of this batch", path.display()),
+                        hint: Some("the file was changed since: name another one, or take the line out".to_owned()),
+                    });
+                }
+            }
+            file.set_len(whole as u64).and_then(|()| file.seek(SeekFrom::End(0))).map_err(|e| failed(&e))?;
+        }
+        Ok((Self { file, path: path.to_owned() }, done))
+    }
+
+    /// Appends a line, whole and lasting.
+    fn append(&mut self, object: &Value) -> Result<(), Failure> {
+        let line = format!("{object}\n");
+        let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.sync_data());
+        written.map_err(|e| Failure::output(&self.path, &e))
+    }
+}
+
+fn foreign(path: &Path) -> Failure {
+    Failure::usage(
+        format!("{}: this file is not the output of this batch", path.display()),
+        "it is of another input, model or other options, or of no batch at all: name another file",
+    )
+}
+
+/// What a batch is watched with, and where its texts go.
+struct Watch<'w> {
+    progress: Progress,
+    out: &'w mut Results,
+    vocabulary: Option<Vocabulary<'w>>,
+    /// Ids of all lines, and which of them run.
+    ids: &'w [Value],
+    todo: &'w [usize],
+    ended: usize,
+    text: Vec<u8>,
+}
+
+impl Observer for Watch<'_> {
+    fn layer(&mut self, layer: LayerIndex, running_sum: &[f32]) {
+        self.progress.layer(layer, running_sum);
+    }
+}
+
+impl Listener for Watch<'_> {
+    type Error = Failure;
+
+    fn begin(&mut self, in_flight: usize, ids: usize) {
+        let (ended, of) = (self.ended, self.todo.len());
+        self.progress.begin(format!("{ended} of {of} texts, {in_flight} in flight, a pass over {ids} tokens"));
+    }
+
+    fn ended(&mut self, text: Text<'_>) -> Result<(), Failure> {
+        self.ended += 1;
+        let words = self.vocabulary.as_ref().map(|vocabulary| {
+            self.text.clear();
+            text.ids.iter().for_each(|id| vocabulary.decode(*id, &mut self.text));
+            String::from_utf8_lossy(&self.text).into_owned()
+        });
+        self.out.append(&json!({
+            "id": self.ids[self.todo[text.number]],
+            "generated_ids": text.ids.iter().map(|id| id.0).collect::<Vec<_>>(),
+            "text": words,
+            "finish_reason": text.finish.name(),
+        }))
+    }
+}
