@@ -8,22 +8,44 @@
 //! emit the parts
 //! ```
 //!
-//! Said so it is quadratic. Here the parts are a linked list over the bytes of the piece, and the
-//! rank of each part joined with its right neighbour is a leaf of a tree of minima with sixteen
-//! children a node, one cache line each. The lowest leftmost pair is found from the root down; a
-//! merge changes three leaves and the nodes above them. There is nothing to invalidate and nothing
-//! to sort, and a short piece is a tree of one or two levels: a plain scan.
+//! Said so it is quadratic. Three ways of doing it, which agree:
 //!
-//! **Cost.** O(n log n + n L) for n bytes and a longest token of L bytes.
+//! * **A window** of up to [`WINDOW`] bytes: the rank of each part joined with its right neighbour
+//!   lies in one array, of which the minimum is taken; which bytes still start a part is one word of
+//!   bits. Joined parts are looked up by their two ranks (see `vocab`), not by their bytes.
+//! * **Windows in a row** for a longer piece. The last token of a window is dropped, as what follows
+//!   it may have changed it, and the next window begins there. Let `L` be the last token that is kept
+//!   and `F` the first one of the next window: if merging the bytes of these two alone gives `L F`,
+//!   what lies left and right of them does not meet in merging the whole either. For up to the first
+//!   merge across the border both sides go their own way, and whether that merge comes depends on
+//!   bytes inside `L F` alone: the other ends of `L` and `F` are not crossed. If it fails, more tokens
+//!   are dropped.
+//! * **A tree** where windows do not help: where one token, or what the border may change, is as long
+//!   as a window. The parts are a linked list over the bytes of the piece, and the rank of each part
+//!   joined with its right neighbour is a leaf of a tree of minima with sixteen children a node, one
+//!   cache line each. The lowest leftmost pair is found from the root down; a merge changes three
+//!   leaves and the nodes above them. It asks for bytes, so it is also what the others are tested by.
+//!
+//! **Cost.** O(n) for n bytes by windows, and O(n log n + n L) by the tree, which a piece goes through
+//! at most once; L is the longest token.
 
-use super::vocab::Vocab;
+use super::vocab::{MAX_TOKENS, Merges, NO_RANK, Vocab};
 use crate::carve::{BufferError, Carver, Line, Tally};
 
 /// Children of a node: sixteen `u32` are one cache line.
 const WIDTH: usize = 16;
 
 /// Rank of a pair that is no token, and of a byte that starts no part.
-const NONE: u32 = u32::MAX;
+const NONE: u32 = NO_RANK;
+
+/// Bytes of a window.
+pub(super) const WINDOW: usize = 64;
+
+/// Tokens a window may lose at its end before windows are given up.
+const DROPPED: usize = 6;
+
+// A key is a rank above a place in a window, and below NONE.
+const _: () = assert!(MAX_TOKENS.saturating_mul(WINDOW) < NONE as usize);
 
 /// Bytes up to which a piece needs no scratch memory.
 pub const SHORT_PIECE: usize = 256;
@@ -72,7 +94,7 @@ impl Short {
 pub(super) fn merge(
     vocab: &Vocab<'_>,
     piece: &[u8],
-    short: &mut Short,
+    memory: &mut Memory,
     scratch: &mut [Line],
     emit: &mut impl FnMut(u32),
 ) -> Result<(), BufferError> {
@@ -83,6 +105,52 @@ pub(super) fn merge(
         emit(rank);
         return Ok(());
     }
+    if piece.len() <= WINDOW {
+        memory.window.merge(vocab.merges(), piece);
+        memory.window.each(emit);
+        return Ok(());
+    }
+    merge_long(vocab, piece, memory, scratch, emit)
+}
+
+#[inline(never)]
+fn merge_long(
+    vocab: &Vocab<'_>,
+    piece: &[u8],
+    memory: &mut Memory,
+    scratch: &mut [Line],
+    emit: &mut impl FnMut(u32),
+) -> Result<(), BufferError> {
+    let done = if piece.len() <= SHORT_PIECE {
+        in_windows(vocab.merges(), piece, &mut memory.window, &mut memory.joint, &mut memory.short.next)
+    } else {
+        // The tree needs it all, so what is too little is said before anything is emitted.
+        let given = scratch.len();
+        let needed = scratch_len(piece.len()).ok_or(BufferError::Overflow)?;
+        let scratch = scratch.get_mut(..needed).ok_or(BufferError::TooSmall { needed, given })?;
+        let ids = Carver::new(scratch).take(piece.len())?;
+        in_windows(vocab.merges(), piece, &mut memory.window, &mut memory.joint, ids)
+    };
+    let Some(count) = done else {
+        return merge_by_bytes(vocab, piece, &mut memory.short, scratch, emit);
+    };
+    let ids = if piece.len() <= SHORT_PIECE {
+        &memory.short.next[..]
+    } else {
+        Carver::new(scratch).take::<u32>(piece.len())?
+    };
+    ids.iter().take(count).for_each(|&id| emit(id));
+    Ok(())
+}
+
+/// Merges `piece` by the tree. The piece itself counts as no token, whether it is one or not.
+pub(super) fn merge_by_bytes(
+    vocab: &Vocab<'_>,
+    piece: &[u8],
+    short: &mut Short,
+    scratch: &mut [Line],
+    emit: &mut impl FnMut(u32),
+) -> Result<(), BufferError> {
     if piece.len() <= SHORT_PIECE {
         Parts::new(vocab, piece, &mut short.next, &mut short.previous, &mut short.tree).run(emit);
     } else {
@@ -94,6 +162,182 @@ pub(super) fn merge(
         Parts::new(vocab, piece, next, previous, tree).run(emit);
     }
     Ok(())
+}
+
+/// Merges `piece` in windows and puts its ranks to the front of `ids`; how many there are. `None` if
+/// windows do not help.
+fn in_windows(
+    merges: &Merges<'_>,
+    piece: &[u8],
+    window: &mut Window,
+    joint: &mut Window,
+    ids: &mut [u32],
+) -> Option<usize> {
+    let (mut count, mut from) = (0usize, 0usize);
+    let mut bytes = piece.get(..WINDOW.min(piece.len()))?;
+    window.merge(merges, bytes);
+    loop {
+        if from.saturating_add(bytes.len()) >= piece.len() {
+            window.each(&mut |rank| {
+                if let Some(place) = ids.get_mut(count) {
+                    *place = rank;
+                }
+                count = count.saturating_add(1);
+            });
+            return Some(count);
+        }
+        // Where the tokens start, of which the last ones may be wrong.
+        let (mut starts, ranks) = (window.starts, window.ranks);
+        let mut begins = None;
+        for _ in 0..DROPPED {
+            let next = highest(starts)?;
+            starts ^= 1 << next;
+            let last = highest(starts)?;
+            let begin = from.saturating_add(next);
+            bytes = piece.get(begin..begin.saturating_add(WINDOW).min(piece.len()))?;
+            window.merge(merges, bytes);
+            let first = window.second().unwrap_or(bytes.len());
+            let both = piece.get(from.saturating_add(last)..begin.saturating_add(first))?;
+            if both.len() > WINDOW {
+                return None;
+            }
+            joint.merge(merges, both);
+            if joint.starts == 1 | 1u64.checked_shl(u32::try_from(next.checked_sub(last)?).ok()?)? {
+                begins = Some(begin);
+                break;
+            }
+        }
+        from = begins?;
+        while starts != 0 {
+            let at = starts.trailing_zeros() as usize;
+            starts &= starts.wrapping_sub(1);
+            if let (Some(place), Some(&rank)) = (ids.get_mut(count), ranks.get(at)) {
+                *place = rank;
+            }
+            count = count.saturating_add(1);
+        }
+    }
+}
+
+/// The highest bit that is set.
+#[inline]
+fn highest(bits: u64) -> Option<usize> {
+    bits.checked_ilog2().map(|bit| bit as usize)
+}
+
+/// Memory for pieces that need none of the caller's.
+pub(super) struct Memory {
+    window: Window,
+    joint: Window,
+    short: Short,
+}
+
+impl Memory {
+    pub(super) const fn new() -> Self {
+        Self { window: Window::new(), joint: Window::new(), short: Short::new() }
+    }
+}
+
+/// Up to [`WINDOW`] bytes while they are merged, and what they became.
+pub(super) struct Window {
+    /// Bit i: a part starts at byte i.
+    starts: u64,
+    /// The rank of the part that starts at a byte.
+    ranks: [u32; WINDOW],
+    /// The rank of that part joined with the one behind it, above the place; or [`NONE`]. The lowest
+    /// of them is the leftmost of the lowest rank.
+    keys: [[u32; WIDTH]; WINDOW / WIDTH],
+}
+
+impl Window {
+    pub(super) const fn new() -> Self {
+        Self { starts: 0, ranks: [0; WINDOW], keys: [[NONE; WIDTH]; WINDOW / WIDTH] }
+    }
+
+    /// Merges at least one byte, and at most [`WINDOW`].
+    #[expect(clippy::cast_possible_truncation, reason = "places in a window are below 64")]
+    #[inline]
+    pub(super) fn merge(&mut self, merges: &Merges<'_>, piece: &[u8]) {
+        let used = piece.len().div_ceil(WIDTH).min(WINDOW / WIDTH);
+        self.starts = u64::MAX.wrapping_shr((WINDOW as u32).wrapping_sub(piece.len() as u32));
+        for (rank, &byte) in self.ranks.iter_mut().zip(piece) {
+            *rank = merges.byte(byte);
+        }
+        let mut pairs = piece.windows(2).zip(0u32..).map(|(pair, at)| match *pair {
+            [left, right] => keyed(merges.bytes(left, right), at),
+            _ => NONE,
+        });
+        for keys in self.keys.iter_mut().take(used) {
+            keys.fill_with(|| pairs.next().unwrap_or(NONE));
+        }
+        loop {
+            let low = self.keys.iter().take(used).fold(NONE, |low, keys| low.min(minimum(keys)));
+            if low == NONE {
+                return;
+            }
+            let (at, rank) = (low % WINDOW as u32, low / WINDOW as u32);
+            // The part behind goes; the one behind that is the new neighbour.
+            let behind = self.starts & (u64::MAX - 1).wrapping_shl(at);
+            let rest = behind & behind.wrapping_sub(1);
+            let gone = behind.trailing_zeros();
+            self.starts &= !(behind ^ rest);
+            self.set_key(gone, NONE);
+            self.set_rank(at, rank);
+            let key = if rest == 0 { NONE } else { keyed(merges.pair(rank, self.rank(rest.trailing_zeros())), at) };
+            self.set_key(at, key);
+            if let Some(before) = (self.starts & !u64::MAX.wrapping_shl(at)).checked_ilog2() {
+                let key = keyed(merges.pair(self.rank(before), rank), before);
+                self.set_key(before, key);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn rank(&self, at: u32) -> u32 {
+        self.ranks.get(at as usize % WINDOW).copied().unwrap_or(NONE)
+    }
+
+    #[inline(always)]
+    fn set_rank(&mut self, at: u32, rank: u32) {
+        if let Some(place) = self.ranks.get_mut(at as usize % WINDOW) {
+            *place = rank;
+        }
+    }
+
+    #[inline(always)]
+    fn set_key(&mut self, at: u32, key: u32) {
+        if let Some(place) = self.keys.as_flattened_mut().get_mut(at as usize % WINDOW) {
+            *place = key;
+        }
+    }
+
+    /// The ranks of the parts, in order.
+    #[inline]
+    fn each(&self, emit: &mut impl FnMut(u32)) {
+        let mut starts = self.starts;
+        while starts != 0 {
+            emit(self.rank(starts.trailing_zeros()));
+            starts &= starts.wrapping_sub(1);
+        }
+    }
+
+    /// Where the second part starts.
+    fn second(&self) -> Option<usize> {
+        let rest = self.starts & self.starts.wrapping_sub(1);
+        (rest != 0).then_some(rest.trailing_zeros() as usize)
+    }
+
+    /// The ranks of the parts, if there are two.
+    pub(super) fn two(&self) -> Option<(u32, u32)> {
+        let second = self.starts & self.starts.wrapping_sub(1);
+        second.is_power_of_two().then(|| (self.rank(0), self.rank(second.trailing_zeros())))
+    }
+}
+
+/// A rank above a place.
+#[inline(always)]
+fn keyed(rank: u32, at: u32) -> u32 {
+    if rank == NONE { NONE } else { rank.wrapping_mul(WINDOW as u32) | at }
 }
 
 /// The parts of a piece while it is being merged.
@@ -124,7 +368,8 @@ impl<'p> Parts<'p> {
             *next = at.wrapping_add(1);
             *previous = at.wrapping_sub(1);
         }
-        let mut pairs = piece.windows(2).map(|pair| vocab.rank(pair).unwrap_or(NONE));
+        let whole = piece.len();
+        let mut pairs = piece.windows(2).map(|pair| vocab.rank(pair).filter(|_| whole > 2).unwrap_or(NONE));
         let (mut level, mut levels) = ([0; LEVELS], 0usize);
         let (mut from, mut to) = (0usize, piece.len().div_ceil(WIDTH));
         for node in tree.iter_mut().take(to) {
@@ -211,7 +456,7 @@ impl<'p> Parts<'p> {
         if middle >= self.piece.len() {
             return NONE;
         }
-        let joined = self.piece.get(at..self.after(middle));
+        let joined = self.piece.get(at..self.after(middle)).filter(|joined| joined.len() < self.piece.len());
         joined.and_then(|joined| self.vocab.rank(joined)).unwrap_or(NONE)
     }
 
@@ -265,8 +510,12 @@ mod tests {
 
     fn merged(vocab: &Vocab<'_>, piece: &[u8]) -> Vec<u32> {
         let mut scratch = std::vec![bytemuck::cast([0x5au8; 64]); scratch_len(piece.len()).unwrap()];
-        let mut ids = Vec::new();
-        merge(vocab, piece, &mut Short::new(), &mut scratch, &mut |id| ids.push(id)).unwrap();
+        let (mut ids, mut by_bytes) = (Vec::new(), Vec::new());
+        merge(vocab, piece, &mut Memory::new(), &mut scratch, &mut |id| ids.push(id)).unwrap();
+        if !piece.is_empty() && vocab.rank(piece).is_none() {
+            merge_by_bytes(vocab, piece, &mut Short::new(), &mut scratch, &mut |id| by_bytes.push(id)).unwrap();
+            assert!(ids == by_bytes, "the tree");
+        }
         ids
     }
 
@@ -326,7 +575,7 @@ mod tests {
         let vocab = load(&file(&tokens(&[])), &mut Vec::new()).unwrap();
         let needed = scratch_len(1000).unwrap();
         let mut scratch = std::vec![Line::ZERO; needed - 1];
-        let err = merge(&vocab, &[b'x'; 1000], &mut Short::new(), &mut scratch, &mut |_| ()).unwrap_err();
+        let err = merge(&vocab, &[b'x'; 1000], &mut Memory::new(), &mut scratch, &mut |_| ()).unwrap_err();
         assert_eq!(err, BufferError::TooSmall { needed, given: needed - 1 });
         assert_eq!(scratch_len(SHORT_PIECE), Some(0));
         assert_eq!(nodes(SHORT_PIECE), SHORT_NODES);

@@ -123,6 +123,36 @@ pub fn scratch_len(piece: usize) -> Option<usize> {
     bpe::scratch_len(piece)
 }
 
+/// How many bytes at the front of `text` have the same ids whatever follows them, and whatever comes
+/// behind them is encoded as if it stood alone. So a text can be encoded in parts: give as many bytes
+/// as there are, encode those that are settled, and go on from there with more.
+///
+/// 0 if nothing is settled yet. Of well-formed text, [`CHUNK_CHARS`] characters are; where bytes that
+/// are no UTF-8 end, so is what lies before.
+#[must_use]
+pub fn settled(text: &[u8]) -> usize {
+    let (mut settled, mut at, mut invalid) = (0usize, 0usize, false);
+    let mut chunks = Chunks::new(text);
+    while let Some(chunk) = chunks.next() {
+        match chunk {
+            Chunk::Invalid(bytes) => {
+                at = at.saturating_add(bytes.len());
+                invalid = true;
+            }
+            Chunk::Text(text) => {
+                if core::mem::take(&mut invalid) {
+                    settled = at;
+                }
+                at = at.saturating_add(text.len());
+                if chunks.is_at_cut() {
+                    settled = at;
+                }
+            }
+        }
+    }
+    settled
+}
+
 /// Encodes `text`, handing its ids to `out` in order. Control spellings are ordinary text.
 ///
 /// Nothing is prepended. `text` may hold any bytes; what is not UTF-8 is encoded byte for byte.
@@ -165,12 +195,12 @@ fn encode_parts(
     scratch: &mut [Line],
     mut out: impl FnMut(TokenId),
 ) -> Result<(), EncodeError> {
-    let mut short = bpe::Short::new();
+    let mut memory = bpe::Memory::new();
     let mut at = 0usize;
     walk(text, specials, |part| {
         let len = match part {
             Part::Piece(piece) => {
-                bpe::merge(vocab, piece, &mut short, scratch, &mut |rank| out(TokenId(rank)))
+                bpe::merge(vocab, piece, &mut memory, scratch, &mut |rank| out(TokenId(rank)))
                     .map_err(|buffer| EncodeError { at, piece: piece.len(), buffer })?;
                 piece.len()
             }
@@ -304,6 +334,33 @@ mod tests {
         let mut before = 0;
         let err = encode(&vocab, text.as_bytes(), &mut [], |_| before += 1).unwrap_err();
         assert_eq!((before, err.at, err.piece), (2, 2, 1001));
+    }
+
+    #[test]
+    fn parts_that_are_settled_are_encoded_alone() {
+        let vocab = load(&file(&tokens(&[b"ab", b" a", b"\xff\x80", b"\xc3\xa9b"])), &mut Vec::new()).unwrap();
+        let long = |unit: &str| unit.repeat(2 * CHUNK_CHARS / unit.chars().count()).into_bytes();
+        let broken = b"ab\xff\x80ab \xc3".repeat(9);
+        for (text, block) in [
+            (long("ab \u{e9}"), 300_000),
+            (long("\u{e9}"), 700_000),
+            (broken.clone(), 1),
+            (broken, 7),
+            (long("ab\n"), 1_000_001),
+            (b"\xff".repeat(50), 3),
+        ] {
+            let (mut ids_of_parts, mut rest, mut most) = (Vec::new(), Vec::new(), 0);
+            for more in text.chunks(block) {
+                rest.extend_from_slice(more);
+                let settled = settled(&rest);
+                ids_of_parts.extend(ids(&vocab, None, &rest[..settled]));
+                rest.drain(..settled);
+                most = most.max(rest.len());
+            }
+            ids_of_parts.extend(ids(&vocab, None, &rest));
+            assert!(ids_of_parts == ids(&vocab, None, &text), "blocks of {block}");
+            assert!(text[0] == 0xff || most < 4 * CHUNK_CHARS && most < text.len(), "{most} of {}", text.len());
+        }
     }
 
     /// The arrays or strings behind `"key": `; the file is ours and flat enough for this.

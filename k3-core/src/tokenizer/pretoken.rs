@@ -71,6 +71,11 @@ impl<'t> Chunks<'t> {
         Self { valid: "", used: 0, rest: text }
     }
 
+    /// Whether the last chunk ended with the last of [`CHUNK_CHARS`] characters, and there are more.
+    pub(super) const fn is_at_cut(&self) -> bool {
+        self.used == 0 && !self.valid.is_empty()
+    }
+
     /// Length in bytes of the next chunk of `valid`.
     fn cut(&mut self) -> usize {
         let text = self.valid;

@@ -5,23 +5,57 @@
 //! be dense (`0..n`, in any order of lines) and all 256 single bytes must be tokens, so that any
 //! text can be encoded. A line may end in CR LF and may be blank.
 //!
-//! Everything lies in an arena of the caller: the bytes of all tokens in rank order, where each one
-//! starts, a plain table for tokens of one and two bytes, and a hash table for the longer ones. The hash has no key, since the core has no source of randomness. It
-//! mixes strongly, and nothing rests on that: a token that would have to be stored further than
-//! [`PROBES`] slots from its place is refused when the file is loaded, so a file made to collide is
-//! an error and never a slow run.
+//! Everything lies in an arena of the caller:
+//!
+//! ```text
+//! bytes, offsets  the bytes of all tokens in rank order, and where each one starts
+//! direct          the ranks of strings of one and of two bytes
+//! table           a hash table from longer strings to ranks; up to eight bytes lie in the slot itself
+//! pairs           a hash table from two ranks to the rank of the token that merging makes of them
+//! ```
+//!
+//! The hashes have no key, since the core has no source of randomness. They mix strongly, and nothing
+//! rests on that: an entry that would have to be stored further than [`PROBES`] slots from its place
+//! is refused when the file is loaded, so a file made to collide is an error and never a slow run.
+//!
+//! **Why one pair a token is enough.** Merging looks at bytes: any two neighbours whose bytes are a
+//! token may become it. But while the ends of a stretch are ends of parts, what happens inside does
+//! not depend on what lies outside. So wherever two parts become token `t`, they are the two that
+//! merging the bytes of `t` alone ends with, before its last step. Merging `t` alone only makes
+//! shorter tokens before that step, so the pairs are found in the order of length, each with the help
+//! of those before it. A token that merging does not reach has no pair: only a whole piece can be it.
 
+use super::bpe::{self, WINDOW, Window};
 use crate::carve::{BufferError, Carver, Line, Tally};
 
 /// Slots a search looks at before it gives up. At a table at most half full the longest walk of
 /// 160,000 well-mixed tokens is below 50.
 const PROBES: usize = 512;
 
-/// A slot that holds no token. A slot is a tag from the hash (upper half) and a rank (lower half).
-const EMPTY: u64 = u64::MAX;
+/// Tokens a vocabulary may have: so many that two of them and a third fit one slot of 64 bits. The
+/// release has 163,584.
+pub(super) const MAX_TOKENS: usize = 1 << RANK_BITS;
 
-/// No token: in the table of short tokens. Never a rank, since the special block lies above those.
-const NO_RANK: u32 = u32::MAX;
+/// Bits of a rank.
+const RANK_BITS: u32 = 21;
+
+/// Bits of the filter for each slot of the table of pairs: about one in ten pairs that are none passes.
+const FILTER: usize = 4;
+
+/// No token.
+pub(super) const NO_RANK: u32 = u32::MAX;
+
+/// A slot of the table of strings: what is compared, the rank, and the length in bytes.
+///
+/// Of a string of up to eight bytes the bytes themselves are compared, so one cache line answers. Of
+/// a longer one it is the hash, and its bytes are read if that is equal.
+type Slot = [u64; 2];
+
+/// A slot that holds nothing.
+const EMPTY: Slot = [u64::MAX; 2];
+
+/// A slot of the table of pairs that holds nothing. Others are left rank, right rank, rank of both.
+const NO_PAIR: u64 = u64::MAX;
 
 /// Strings of one and of two bytes.
 const DIRECT: usize = 256 + 65_536;
@@ -35,9 +69,6 @@ fn direct(token: &[u8]) -> Option<usize> {
         _ => None,
     }
 }
-
-/// Ids above the ranks that must still fit a `u32`: the special block.
-const RESERVED: u32 = 256;
 
 /// What is wrong with one line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,7 +125,7 @@ pub enum VocabError {
         /// The byte.
         byte: u8,
     },
-    /// More tokens or bytes than 32-bit ids and offsets can name.
+    /// More than 2^21 tokens, or more bytes than 32-bit offsets can name.
     TooLarge {
         /// Tokens in the file.
         tokens: usize,
@@ -129,7 +160,10 @@ impl core::fmt::Display for VocabError {
             Self::DuplicateToken { first, second } => write!(f, "ranks {first} and {second} have the same bytes"),
             Self::MissingByte { byte } => write!(f, "no token is the single byte 0x{byte:02x}"),
             Self::TooLarge { tokens, bytes } => {
-                write!(f, "{tokens} tokens of {bytes} bytes are more than 32-bit ids can name")
+                write!(
+                    f,
+                    "{tokens} tokens of {bytes} bytes are more than a vocabulary may have (2^21 tokens, 2^32 bytes)"
+                )
             }
             Self::Crowded { rank } => write!(f, "rank {rank} collides with too many other tokens"),
             Self::Buffer(e) => write!(f, "vocabulary arena: {e}"),
@@ -270,27 +304,110 @@ const fn fold(a: u64, b: u64) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-/// The hash of three bytes or more; shorter strings are in the other table.
+/// Digits of e and of sqrt(3): odd, irregular, and not chosen for anything.
+const MIX: [u64; 2] = [0xb7e1_5162_8aed_2a6b, 0xbb67_ae85_84ca_a73b];
+
+/// What a slot says of a string of three bytes or more, but for its rank; and where to look for it.
+#[expect(clippy::cast_possible_truncation, reason = "the hash is cut to a slot number on purpose")]
 #[inline]
-fn hash(bytes: &[u8]) -> u64 {
-    // Digits of e and of sqrt(3): odd, irregular, and not chosen for anything.
-    const A: u64 = 0xb7e1_5162_8aed_2a6b;
-    const B: u64 = 0xbb67_ae85_84ca_a73b;
+fn key(bytes: &[u8]) -> (u64, usize) {
     let word = |b: Option<&[u8; 8]>| b.map_or(0, |b| u64::from_le_bytes(*b));
     let half = |b: Option<&[u8; 4]>| b.map_or(0, |b| u64::from(u32::from_le_bytes(*b)));
-    let mut state = A ^ (bytes.len() as u64);
-    let last = match *bytes {
-        [a, b, c] => u64::from(a) | u64::from(b) << 8 | u64::from(c) << 16,
-        _ if bytes.len() < 8 => half(bytes.first_chunk()) | half(bytes.last_chunk()) << 32,
+    let [a, b] = MIX;
+    let len = bytes.len() as u64;
+    match *bytes {
+        [x, y, z] => {
+            let key = u64::from(x) | u64::from(y) << 8 | u64::from(z) << 16;
+            (key, fold(key ^ len ^ a, b) as usize)
+        }
+        _ if bytes.len() <= 8 => {
+            // Where the two halves overlap they have the same bits.
+            let above = bytes.len().wrapping_sub(4).wrapping_mul(8) as u32;
+            let key = half(bytes.first_chunk()) | half(bytes.last_chunk()).wrapping_shl(above);
+            (key, fold(key ^ len ^ a, b) as usize)
+        }
         _ => {
             let (words, _) = bytes.as_chunks::<8>();
-            for w in words {
-                state = fold(state ^ u64::from_le_bytes(*w), B);
-            }
-            word(bytes.last_chunk())
+            let state = words.iter().fold(a ^ len, |state, w| fold(state ^ u64::from_le_bytes(*w), b));
+            let hash = fold(fold(state ^ word(bytes.last_chunk()), b) ^ a, b);
+            (hash, hash as usize)
         }
-    };
-    fold(fold(state ^ last, B) ^ A, B)
+    }
+}
+
+/// Words of the filter beside so many slots: a power of two like these.
+const fn filter_words(slots: usize) -> usize {
+    slots.saturating_mul(FILTER).div_ceil(64)
+}
+
+/// What merging asks: the ranks of single bytes, of two bytes, and of two neighbours.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Merges<'a> {
+    /// The ranks of all strings of one and of two bytes, or [`NO_RANK`].
+    direct: &'a [u32],
+    /// A power of two of slots, at most half of them used.
+    pairs: &'a [u64],
+    /// [`FILTER`] bits a slot, set where a pair may be. Most pairs that are asked for are none, and this
+    /// is small enough to stay in a processor's own cache.
+    filter: &'a [u64],
+}
+
+impl Merges<'_> {
+    /// The rank of a single byte.
+    #[inline]
+    pub(super) fn byte(&self, byte: u8) -> u32 {
+        self.direct.get(usize::from(byte)).copied().unwrap_or(NO_RANK)
+    }
+
+    /// The rank of two bytes, or [`NO_RANK`].
+    #[inline]
+    pub(super) fn bytes(&self, left: u8, right: u8) -> u32 {
+        direct(&[left, right]).and_then(|at| self.direct.get(at)).copied().unwrap_or(NO_RANK)
+    }
+
+    /// The rank of what merging makes of two neighbours of which not both are single bytes, or
+    /// [`NO_RANK`].
+    #[expect(clippy::cast_possible_truncation, reason = "the lowest bits of a slot are the rank")]
+    #[inline]
+    pub(super) fn pair(&self, left: u32, right: u32) -> u32 {
+        let key = pair_key(left, right);
+        let mut at = pair_place(key);
+        let (word, bit) = filter_place(at, self.filter.len());
+        if self.filter.get(word).is_none_or(|word| word & bit == 0) {
+            return NO_RANK;
+        }
+        let mask = self.pairs.len().wrapping_sub(1);
+        for _ in 0..PROBES {
+            let slot = self.pairs.get(at & mask).copied().unwrap_or(NO_PAIR);
+            if slot >> RANK_BITS == key {
+                return slot as u32 & ((1 << RANK_BITS) - 1);
+            }
+            if slot == NO_PAIR {
+                break;
+            }
+            at = at.wrapping_add(1);
+        }
+        NO_RANK
+    }
+}
+
+#[inline]
+fn pair_key(left: u32, right: u32) -> u64 {
+    u64::from(left) << RANK_BITS | u64::from(right)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the product is cut to a slot number on purpose")]
+#[inline]
+fn pair_place(key: u64) -> usize {
+    let [a, _] = MIX;
+    // The upper half depends on all bits of the key; what uses more than 32 bits has the rest as well.
+    key.wrapping_mul(a).rotate_left(32) as usize
+}
+
+/// The word of the filter and the bit in it of a pair with this place.
+#[inline]
+fn filter_place(place: usize, words: usize) -> (usize, u64) {
+    (place.wrapping_shr(6) & words.wrapping_sub(1), 1 << (place & 63))
 }
 
 /// A loaded vocabulary: `n` tokens with the ranks `0..n`.
@@ -300,9 +417,8 @@ pub struct Vocab<'a> {
     /// Token `r` is `bytes[offsets[r]..offsets[r + 1]]`.
     offsets: &'a [u32],
     /// A power of two of slots, at most half of them used.
-    table: &'a [u64],
-    /// The ranks of all strings of one and of two bytes, or [`NO_RANK`]; merging asks for these most.
-    direct: &'a [u32],
+    table: &'a [Slot],
+    merges: Merges<'a>,
     longest: usize,
 }
 
@@ -311,25 +427,30 @@ struct Counted {
     tokens: u32,
     bytes: usize,
     slots: usize,
+    longest: usize,
 }
 
 impl Counted {
     fn new(file: &[u8]) -> Result<Self, VocabError> {
-        let (mut tokens, mut bytes) = (0usize, 0usize);
+        let (mut tokens, mut bytes, mut longest) = (0usize, 0usize, 0usize);
         for entry in entries(file) {
+            let entry = entry?;
             tokens = tokens.saturating_add(1);
-            bytes = bytes.saturating_add(entry?.bytes);
+            bytes = bytes.saturating_add(entry.bytes);
+            longest = longest.max(entry.bytes);
         }
         let large = VocabError::TooLarge { tokens, bytes };
-        let count = u32::try_from(tokens).ok().filter(|t| t.checked_add(RESERVED).is_some_and(|n| n < u32::MAX));
+        let count = u32::try_from(tokens).ok().filter(|_| tokens <= MAX_TOKENS);
         let slots = tokens.checked_mul(2).and_then(usize::checked_next_power_of_two).ok_or(large)?;
         u32::try_from(bytes).map_err(|_| large)?;
-        Ok(Self { tokens: count.ok_or(large)?, bytes, slots })
+        Ok(Self { tokens: count.ok_or(large)?, bytes, slots, longest })
     }
 
     fn lines(&self) -> Option<usize> {
         let tally = Tally::new().add::<u8>(self.bytes)?.add::<u32>((self.tokens as usize).checked_add(1)?)?;
-        Some(tally.add::<u64>(self.slots)?.add::<u32>(DIRECT)?.lines())
+        let tally = tally.add::<Slot>(self.slots)?.add::<u32>(DIRECT)?.add::<u64>(self.slots)?;
+        let tally = tally.add::<u64>(filter_words(self.slots))?;
+        Some(tally.add::<Line>(bpe::scratch_len(self.longest)?)?.lines())
     }
 }
 
@@ -354,8 +475,11 @@ impl<'a> Vocab<'a> {
         let mut carver = Carver::new(arena);
         let bytes = carver.take::<u8>(counted.bytes)?;
         let offsets = carver.take::<u32>((counted.tokens as usize).saturating_add(1))?;
-        let table = carver.take::<u64>(counted.slots)?;
+        let table = carver.take::<Slot>(counted.slots)?;
         let direct = carver.take::<u32>(DIRECT)?;
+        let pairs = carver.take::<u64>(counted.slots)?;
+        let filter = carver.take::<u64>(filter_words(counted.slots))?;
+        let scratch = carver.take::<Line>(bpe::scratch_len(counted.longest).ok_or(BufferError::Overflow)?)?;
 
         let longest = place(file, counted.tokens, offsets)?;
         for entry in entries(file) {
@@ -370,11 +494,58 @@ impl<'a> Vocab<'a> {
         for rank in 0..counted.tokens {
             insert(bytes, offsets, table, direct, rank)?;
         }
-        let vocab = Self { bytes, offsets, table, direct, longest };
-        match (0..=255).find(|&byte| vocab.rank(&[byte]).is_none()) {
-            Some(byte) => Err(VocabError::MissingByte { byte }),
-            None => Ok(vocab),
+        let (table, direct): (&'a [Slot], &'a [u32]) = (table, direct);
+        if let Some(byte) = (0..=255).find(|&byte| direct.get(usize::from(byte)).is_none_or(|&r| r == NO_RANK)) {
+            return Err(VocabError::MissingByte { byte });
         }
+        pairs.fill(NO_PAIR);
+        filter.fill(0);
+        let vocab = Vocab { bytes, offsets, table, merges: Merges { direct, pairs: &[], filter: &[] }, longest };
+        vocab.find_pairs(pairs, filter, scratch)?;
+        Ok(Self { merges: Merges { direct, pairs, filter }, ..vocab })
+    }
+
+    /// Fills `pairs` and `filter`; see the module's head.
+    fn find_pairs(&self, pairs: &mut [u64], filter: &mut [u64], scratch: &mut [Line]) -> Result<(), VocabError> {
+        let direct = self.merges.direct;
+        let (mut window, mut short) = (Window::new(), bpe::Short::new());
+        for len in 3..=WINDOW.min(self.longest) {
+            for (rank, token) in self.tokens().filter(|(_, token)| token.len() == len) {
+                window.merge(&Merges { direct, pairs, filter }, token);
+                if let Some((left, right)) = window.two() {
+                    insert_pair(pairs, filter, left, right, rank)?;
+                }
+            }
+        }
+        for (rank, token) in self.tokens().filter(|(_, token)| token.len() > WINDOW) {
+            let (mut parts, mut count) = ([NO_RANK; 2], 0usize);
+            bpe::merge_by_bytes(self, token, &mut short, scratch, &mut |part| {
+                if let Some(place) = parts.get_mut(count) {
+                    *place = part;
+                }
+                count = count.saturating_add(1);
+            })?;
+            if count == 2 {
+                let [left, right] = parts;
+                insert_pair(pairs, filter, left, right, rank)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// All tokens with their ranks.
+    fn tokens(&self) -> impl Iterator<Item = (u32, &'a [u8])> {
+        let Self { bytes, offsets, .. } = *self;
+        (0u32..).zip(offsets.windows(2)).filter_map(move |(rank, ends)| match *ends {
+            [from, to] => Some((rank, bytes.get(from as usize..to as usize)?)),
+            _ => None,
+        })
+    }
+
+    /// What merging asks.
+    #[inline]
+    pub(super) const fn merges(&self) -> &Merges<'a> {
+        &self.merges
     }
 
     /// Number of tokens; the ids of the special block start here.
@@ -408,14 +579,14 @@ impl<'a> Vocab<'a> {
     #[inline]
     pub fn rank(&self, token: &[u8]) -> Option<u32> {
         if let Some(at) = direct(token) {
-            return self.direct.get(at).copied().filter(|&rank| rank != NO_RANK);
+            return self.merges.direct.get(at).copied().filter(|&rank| rank != NO_RANK);
         }
         if token.is_empty() || token.len() > self.longest {
             return None;
         }
         match find(self.bytes, self.offsets, self.table, token) {
             Found::Rank(rank) => Some(rank),
-            Found::Free(_) | Found::Crowded => None,
+            Found::Free(..) | Found::Crowded => None,
         }
     }
 }
@@ -461,34 +632,34 @@ fn range(offsets: &[u32], rank: u32) -> Option<core::ops::Range<usize>> {
 enum Found {
     /// The token is there.
     Rank(u32),
-    /// It is not; this slot is where it would go, with this content but for the rank.
-    Free((usize, u64)),
+    /// It is not; this slot is where it would go, and what is compared there.
+    Free(usize, u64),
     /// It is not, and there is no slot for it.
     Crowded,
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "the hash is cut to a slot number and to a rank on purpose")]
+#[expect(clippy::cast_possible_truncation, reason = "the lower half of a slot's second word is the rank")]
 #[inline]
-fn find(bytes: &[u8], offsets: &[u32], table: &[u64], token: &[u8]) -> Found {
-    let hash = hash(token);
+fn find(bytes: &[u8], offsets: &[u32], table: &[Slot], token: &[u8]) -> Found {
+    let (key, mut at) = key(token);
     let mask = table.len().wrapping_sub(1);
-    let tag = hash & 0xffff_ffff_0000_0000;
-    let mut at = hash as usize & mask;
     for _ in 0..PROBES {
-        let slot = table.get(at).copied().unwrap_or(EMPTY);
-        if slot == EMPTY {
-            return Found::Free((at, tag));
+        let slot = table.get(at & mask).copied().unwrap_or(EMPTY);
+        let [found, word] = slot;
+        let rank = word as u32;
+        if found == key && word >> 32 == token.len() as u64 {
+            if token.len() <= 8 || range(offsets, rank).and_then(|r| bytes.get(r)) == Some(token) {
+                return Found::Rank(rank);
+            }
+        } else if slot == EMPTY {
+            return Found::Free(at & mask, key);
         }
-        let rank = slot as u32;
-        if slot & 0xffff_ffff_0000_0000 == tag && range(offsets, rank).and_then(|r| bytes.get(r)) == Some(token) {
-            return Found::Rank(rank);
-        }
-        at = at.wrapping_add(1) & mask;
+        at = at.wrapping_add(1);
     }
     Found::Crowded
 }
 
-fn insert(bytes: &[u8], offsets: &[u32], table: &mut [u64], short: &mut [u32], rank: u32) -> Result<(), VocabError> {
+fn insert(bytes: &[u8], offsets: &[u32], table: &mut [Slot], short: &mut [u32], rank: u32) -> Result<(), VocabError> {
     let token = range(offsets, rank).and_then(|r| bytes.get(r)).unwrap_or_default();
     if let Some(entry) = direct(token).and_then(|at| short.get_mut(at)) {
         return match core::mem::replace(entry, rank) {
@@ -499,13 +670,35 @@ fn insert(bytes: &[u8], offsets: &[u32], table: &mut [u64], short: &mut [u32], r
     match find(bytes, offsets, table, token) {
         Found::Rank(first) => return Err(VocabError::DuplicateToken { first, second: rank }),
         Found::Crowded => return Err(VocabError::Crowded { rank }),
-        Found::Free((at, tag)) => {
+        Found::Free(at, key) => {
             if let Some(slot) = table.get_mut(at) {
-                *slot = tag | u64::from(rank);
+                *slot = [key, (token.len() as u64) << 32 | u64::from(rank)];
             }
         }
     }
     Ok(())
+}
+
+/// Notes that merging makes token `rank` of two others. No pair is noted twice: its bytes are those
+/// of one token.
+fn insert_pair(pairs: &mut [u64], filter: &mut [u64], left: u32, right: u32, rank: u32) -> Result<(), VocabError> {
+    let key = pair_key(left, right);
+    let mask = pairs.len().wrapping_sub(1);
+    let mut at = pair_place(key);
+    let (word, bit) = filter_place(at, filter.len());
+    if let Some(word) = filter.get_mut(word) {
+        *word |= bit;
+    }
+    for _ in 0..PROBES {
+        match pairs.get_mut(at & mask) {
+            Some(slot) if *slot == NO_PAIR => {
+                *slot = key << RANK_BITS | u64::from(rank);
+                return Ok(());
+            }
+            _ => at = at.wrapping_add(1),
+        }
+    }
+    Err(VocabError::Crowded { rank })
 }
 
 #[cfg(test)]
@@ -632,7 +825,7 @@ pub(super) mod tests {
         for rank in 0..163_584 {
             insert(&bytes, &offsets, &mut table, &mut [], rank).unwrap();
         }
-        let walk = table.split(|&s| s == EMPTY).map(<[u64]>::len).max().unwrap();
+        let walk = table.split(|&s| s == EMPTY).map(<[Slot]>::len).max().unwrap();
         assert!(walk < 64, "longest walk {walk}");
     }
 }
