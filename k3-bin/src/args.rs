@@ -41,6 +41,12 @@ pub(crate) enum Command {
     /// Runs one prompt at several memory budgets and says what each of them gains.
     Ladder(Box<Ladder>),
 
+    /// Prints the token ids of a text, one a line.
+    Tokenize(Tokenize),
+
+    /// Prints the text of token ids, byte for byte.
+    Detokenize(Detokenize),
+
     /// Replays an expert trace against arenas of other sizes.
     Cachesim(Cachesim),
 
@@ -123,6 +129,72 @@ pub(crate) struct Common {
     /// No progress and no report.
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+const TOKENIZE_EXAMPLES: &str = "\
+Examples:
+  k3 tokenize /models/kimi-k3 --text \"Hello world\"
+  k3 tokenize /models/kimi-k3 --file book.txt --count
+  k3 tokenize < book.txt | k3 detokenize | cmp - book.txt
+
+Only tiktoken.model of MODEL_DIR is needed, and tokenizer_config.json where it is there.";
+
+#[derive(Debug, Args)]
+#[command(after_help = TOKENIZE_EXAMPLES)]
+pub(crate) struct Tokenize {
+    #[command(flatten)]
+    pub(crate) model: TokenizerDir,
+
+    /// The text.
+    #[arg(long, value_name = "TEXT", conflicts_with = "file")]
+    pub(crate) text: Option<std::ffi::OsString>,
+
+    /// A file with the text, taken byte for byte; "-" is standard input.
+    #[arg(long, value_name = "PATH", default_value = "-")]
+    pub(crate) file: PathBuf,
+
+    /// Turns spellings such as <|open|> into control ids; without it they are text.
+    #[arg(long)]
+    pub(crate) parse_special: bool,
+
+    /// Prints how many ids there are, and not the ids.
+    #[arg(long)]
+    pub(crate) count: bool,
+
+    /// Prints one JSON object.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = TOKENIZE_EXAMPLES)]
+pub(crate) struct Detokenize {
+    #[command(flatten)]
+    pub(crate) model: TokenizerDir,
+
+    /// The ids, separated by commas or blanks.
+    #[arg(long, value_name = "1,2,3", conflicts_with = "file")]
+    pub(crate) ids: Option<String>,
+
+    /// A file with the ids in decimal, separated by white space or commas; "-" is standard input.
+    #[arg(long, value_name = "PATH", default_value = "-")]
+    pub(crate) file: PathBuf,
+
+    /// Spells control ids out; without it they are left out.
+    #[arg(long)]
+    pub(crate) special: bool,
+
+    /// Prints one JSON object, in which bytes that are not UTF-8 are replaced.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Where the tokenizer's files are.
+#[derive(Debug, Args)]
+pub(crate) struct TokenizerDir {
+    /// The directory with tiktoken.model [default: the demo model that is part of k3].
+    #[arg(env = "K3_MODEL", value_name = "MODEL_DIR")]
+    pub(crate) dir: Option<PathBuf>,
 }
 
 const RUN_EXAMPLES: &str = "\

@@ -17,6 +17,7 @@ mod start;
 mod svg;
 mod synth;
 mod text;
+mod tokens;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -31,6 +32,8 @@ fn main() -> ExitCode {
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
         Command::Plan(plan) => plan::plan(&plan),
         Command::Ladder(ladder) => ladder::ladder(&ladder),
+        Command::Tokenize(tokenize) => tokens::tokenize(&tokenize),
+        Command::Detokenize(detokenize) => tokens::detokenize(&detokenize),
         Command::Cachesim(cachesim) => cachesim::cachesim(&cachesim),
         Command::Synth(synth) => synth::run(&synth),
     };

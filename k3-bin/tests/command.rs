@@ -940,3 +940,131 @@ fn an_interrupted_batch_keeps_what_has_ended() {
     assert_eq!(all.len(), 60);
     assert!(kept.iter().all(|(id, result)| all[id] == *result));
 }
+
+/// Runs a command with standard input.
+fn piped(command: &mut Command, input: &[u8]) -> Output {
+    use std::io::Write as _;
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+    let mut stdin = child.stdin.take().expect("stdin");
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            // Whoever refuses its input goes away before it has read it.
+            let _ = stdin.write_all(input);
+        });
+        child.wait_with_output().expect("k3")
+    })
+}
+
+/// What a shell, a file of another system or an accident puts into a text.
+const AWKWARD: &[u8] = b"a\r\nb\0c \xff\xfe\xe2\x82 \xe2\x82\xac\xf0\x9f<|sep|>[EOS]\n\n";
+
+#[test]
+fn any_bytes_become_ids_and_come_back() {
+    let dir = tiny();
+    // Longer than a block, and than what is settled at a time.
+    let long: Vec<u8> = AWKWARD.iter().copied().cycle().take(3_000_000).collect();
+    for text in [AWKWARD, &long, b"", b"\xf0", "\u{e9}".repeat(700_000).as_bytes()] {
+        let ids = piped(k3().arg("tokenize").arg(&dir), text);
+        assert_eq!(code(&ids), 0, "{}", self::text(&ids.stderr));
+        let back = piped(k3().arg("detokenize").arg(&dir), &ids.stdout);
+        assert_eq!(code(&back), 0, "{}", self::text(&back.stderr));
+        assert!(back.stdout == text, "{} bytes came back from {}", back.stdout.len(), text.len());
+        let count = piped(k3().args(["tokenize", "--count"]).arg(&dir), text);
+        assert_eq!(self::text(&count.stdout), format!("{}\n", self::text(&ids.stdout).lines().count()));
+    }
+}
+
+#[test]
+fn a_prompt_reaches_the_tokenizer_as_it_is() {
+    let dir = tiny();
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), AWKWARD).expect("written");
+    let expected = piped(k3().arg("tokenize").arg(&dir), AWKWARD);
+    let run = |path: &Path| {
+        let mut command = k3();
+        command.args(["run", "--json", "--max-tokens", "1", "--memory", "64M", "--prompt-file"]).arg(path).arg(&dir);
+        let output = piped(&mut command, AWKWARD);
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let ids = object["prompt_ids"].as_array().expect("ids");
+        ids.iter().map(|id| format!("{id}\n")).collect::<String>()
+    };
+    for path in [file.path(), Path::new("-")] {
+        assert_eq!(run(path), text(&expected.stdout), "{}", path.display());
+    }
+    // As an argument a text cannot hold NUL.
+    use std::os::unix::ffi::OsStrExt as _;
+    let argument: Vec<u8> = AWKWARD.iter().copied().filter(|&b| b != 0).collect();
+    let of_text = k3().args(["tokenize", "--text"]).arg(std::ffi::OsStr::from_bytes(&argument)).arg(&dir).output();
+    let of_pipe = piped(k3().arg("tokenize").arg(&dir), &argument);
+    assert!(of_text.expect("k3").stdout == of_pipe.stdout);
+}
+
+#[test]
+fn tokenizer_commands_have_json_and_control_ids() {
+    let dir = tiny();
+    let tokenize = |args: &[&str], input: &[u8]| {
+        let output = piped(k3().arg("tokenize").args(args).arg(&dir), input);
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("JSON")
+    };
+    let plain = tokenize(&["--json"], b"a<|sep|>\xff");
+    let special = tokenize(&["--json", "--parse-special"], b"a<|sep|>\xff");
+    assert_eq!((&plain["bytes"], &special["bytes"], &special["count"]), (&9.into(), &9.into(), &3.into()));
+    assert_eq!(plain["count"], plain["ids"].as_array().expect("ids").len());
+    assert_ne!(plain["ids"], special["ids"]);
+    let counted = tokenize(&["--json", "--count"], b"a<|sep|>\xff");
+    assert_eq!((&counted["count"], &counted["ids"]), (&plain["count"], &serde_json::Value::Null));
+
+    let ids: Vec<String> = special["ids"].as_array().expect("ids").iter().map(ToString::to_string).collect();
+    let detokenize = |args: &[&str]| {
+        let output = k3().args(["detokenize", "--ids", &ids.join(", ")]).args(args).arg(&dir).output().expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        output.stdout
+    };
+    assert_eq!(detokenize(&[]), b"a\xff");
+    assert_eq!(detokenize(&["--special"]), b"a<|sep|>\xff");
+    let object: serde_json::Value = serde_json::from_slice(&detokenize(&["--special", "--json"])).expect("JSON");
+    assert_eq!((&object["text"], &object["bytes"]), (&"a<|sep|>\u{fffd}".into(), &9.into()));
+    assert_eq!(object["count"], 3);
+}
+
+#[test]
+fn ids_that_are_none_are_refused_by_number() {
+    let dir = tiny();
+    for (ids, part) in [
+        ("1 2 999999", "id number 3: token id 999999 is out of range"),
+        ("1,-2", "id number 2: \"-2\""),
+        ("1 4294967296", "id number 2"),
+        ("0x1", "id number 1"),
+        (&"1".repeat(5_000_000), "id number 1: \"1111"),
+    ] {
+        let output = piped(k3().arg("detokenize").arg(&dir), ids.as_bytes());
+        assert_eq!(code(&output), 2, "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains(part), "{}", text(&output.stderr));
+    }
+    for args in [&["tokenize", "--file", "/nowhere/at/all"][..], &["detokenize", "--file", "/nowhere/at/all"]] {
+        let output = k3().args(args).arg(&dir).output().expect("k3");
+        assert_eq!(code(&output), 2);
+        assert!(text(&output.stderr).contains("/nowhere/at/all"));
+    }
+    let output = k3().args(["tokenize", "/nowhere/at/all"]).output().expect("k3");
+    assert_eq!(code(&output), 3, "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_reader_of_ids_may_go_away() {
+    let mut child = k3()
+        .args(["tokenize", "--file", "/dev/zero"])
+        .arg(tiny())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("k3");
+    // One endless text: it ends because nobody reads what it prints.
+    let mut first = [0; 16];
+    std::io::Read::read_exact(child.stdout.as_mut().expect("stdout"), &mut first).expect("ids");
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+}

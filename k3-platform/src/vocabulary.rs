@@ -3,10 +3,11 @@
 use crate::aligned::AlignedBuf;
 use crate::checkpoint::{Checkpoint, SMALL_FILE, read_small};
 use crate::error::Error;
+use crate::io::Source as Opener;
 use k3_core::carve::Line;
 use k3_core::json::{Event, JsonError, Parser};
 use k3_core::tokenizer::{
-    ControlText, Decoder, Specials, Vocab, encode, encode_with_specials, longest_piece, scratch_len,
+    ControlText, Decoder, Specials, UnknownId, Vocab, encode, encode_with_specials, longest_piece, scratch_len,
 };
 use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
@@ -27,7 +28,8 @@ pub struct VocabularyFiles {
     config: Option<Vec<u8>>,
     arena: AlignedBuf,
     names: Vec<u8>,
-    ids: usize,
+    /// Ids of the model, where it is known.
+    ids: Option<usize>,
 }
 
 /// Text to ids and back with a checkpoint's own vocabulary.
@@ -45,13 +47,24 @@ impl VocabularyFiles {
     /// # Errors
     /// [`Error`] naming the file.
     pub fn open(checkpoint: &Checkpoint) -> Result<Self, Error> {
-        let opener = &**checkpoint.opener();
-        let path = checkpoint.dir().join("tiktoken.model");
-        let ids = checkpoint.config().vocab_size;
-        let ranks = read_small(opener, &path, (64 + LINE.saturating_mul(ids as u64)).min(RANKS))?;
+        Self::read(checkpoint.dir(), &**checkpoint.opener(), Some(checkpoint.config().vocab_size))
+    }
+
+    /// Reads the same files of a directory that needs to hold nothing else.
+    ///
+    /// # Errors
+    /// [`Error`] naming the file.
+    pub fn in_dir(dir: &Path, opener: &dyn Opener) -> Result<Self, Error> {
+        Self::read(dir, opener, None)
+    }
+
+    fn read(dir: &Path, opener: &dyn Opener, ids: Option<usize>) -> Result<Self, Error> {
+        let path = dir.join("tiktoken.model");
+        let most = ids.map_or(RANKS, |ids| (64 + LINE.saturating_mul(ids as u64)).min(RANKS));
+        let ranks = read_small(opener, &path, most)?;
         let lines = Vocab::required(&ranks).map_err(|source| Error::Vocab { path: path.clone(), source })?;
         let arena = AlignedBuf::zeroed_lines(lines)?;
-        let config_path = checkpoint.dir().join("tokenizer_config.json");
+        let config_path = dir.join("tokenizer_config.json");
         let config = match read_small(opener, &config_path, SMALL_FILE) {
             Ok(bytes) => Some(bytes),
             Err(Error::Open { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => None,
@@ -72,9 +85,9 @@ impl VocabularyFiles {
             Vocab::load(ranks, arena.lines_mut()).map_err(|source| Error::Vocab { path: path.clone(), source })?;
         *ranks = Vec::new();
         let mut specials = Specials::new(vocab.len(), names);
-        if specials.end() as usize != *ids {
-            let found = specials.end() as usize;
-            return Err(Error::VocabSize { path: path.clone(), expected: *ids, found });
+        let found = specials.end() as usize;
+        if let Some(expected) = ids.filter(|&ids| ids != found) {
+            return Err(Error::VocabSize { path: path.clone(), expected, found });
         }
         if let Some(json) = config.take() {
             read_names(config_path, &json, &mut specials)?;
@@ -147,9 +160,16 @@ impl Vocabulary<'_> {
 
     /// Appends the bytes of an id; a control id is spelled out.
     pub fn decode(&self, id: TokenId, out: &mut Vec<u8>) {
-        let decoder = Decoder::new(&self.vocab, &self.specials, ControlText::Spell);
         // An id of this model is in its vocabulary: `load` has compared the two sizes.
-        let _ = decoder.push(id, |part| out.extend_from_slice(part));
+        let _ = self.decode_as(id, ControlText::Spell, out);
+    }
+
+    /// Appends the bytes of an id, of a control id as `controls` says.
+    ///
+    /// # Errors
+    /// [`UnknownId`] if it is out of range; nothing was appended then.
+    pub fn decode_as(&self, id: TokenId, controls: ControlText, out: &mut Vec<u8>) -> Result<(), UnknownId> {
+        Decoder::new(&self.vocab, &self.specials, controls).push(id, |part| out.extend_from_slice(part))
     }
 
     /// Whether an id ends a text.
