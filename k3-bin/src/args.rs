@@ -93,7 +93,11 @@ pub(crate) enum Experts {
 /// What every command that runs a model takes.
 #[derive(Debug, Args)]
 pub(crate) struct Common {
-    /// The checkpoint's directory, as downloaded [default: a tiny demo model that is part of k3].
+    #[cfg_attr(
+        feature = "demo",
+        doc = "The checkpoint's directory, as downloaded [default: a tiny demo model that is part of k3]."
+    )]
+    #[cfg_attr(not(feature = "demo"), doc = "The checkpoint's directory, as downloaded.")]
     #[arg(env = "K3_MODEL", value_name = "MODEL_DIR")]
     pub(crate) model: Option<PathBuf>,
 
@@ -129,6 +133,15 @@ pub(crate) struct Common {
     /// No progress and no report.
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+/// A help text: its lines that begin with "@" are about the demo, and not for a k3 without it.
+fn help(text: &str) -> String {
+    let lines = text.lines().filter_map(|line| match line.strip_prefix('@') {
+        Some(line) => cfg!(feature = "demo").then_some(line),
+        None => Some(line),
+    });
+    lines.collect::<Vec<_>>().join("\n").trim_end().to_owned()
 }
 
 const TOKENIZE_EXAMPLES: &str = "\
@@ -192,23 +205,27 @@ pub(crate) struct Detokenize {
 /// Where the tokenizer's files are.
 #[derive(Debug, Args)]
 pub(crate) struct TokenizerDir {
-    /// The directory with tiktoken.model [default: the demo model that is part of k3].
+    #[cfg_attr(
+        feature = "demo",
+        doc = "The directory with tiktoken.model [default: the demo model that is part of k3]."
+    )]
+    #[cfg_attr(not(feature = "demo"), doc = "The directory with tiktoken.model.")]
     #[arg(env = "K3_MODEL", value_name = "MODEL_DIR")]
     pub(crate) dir: Option<PathBuf>,
 }
 
 const RUN_EXAMPLES: &str = "\
 Examples:
-  k3 run --prompt \"In the beginning\"
+@  k3 run --prompt \"In the beginning\"
   k3 run /models/kimi-k3 --prompt \"The capital of France is\" --memory 16G
   k3 run /models/kimi-k3 --prompt-file question.txt --max-tokens 400 --json > answer.json
   K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8
 
-Without MODEL_DIR and K3_MODEL the demo model runs. It is unpacked once, to k3/ in $XDG_CACHE_HOME or
-~/.cache, and checked at every start.";
+@Without MODEL_DIR and K3_MODEL the demo model runs. It is unpacked once, to k3/ in $XDG_CACHE_HOME or
+@~/.cache, and checked at every start.";
 
 #[derive(Debug, Args)]
-#[command(after_help = RUN_EXAMPLES)]
+#[command(after_help = help(RUN_EXAMPLES))]
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) prompt: Prompt,
@@ -276,12 +293,12 @@ The exit code is 0 also if some budgets were refused, 4 if all were, 1 if the to
 everywhere, and that of the run if one failed.
 
 Examples:
-  k3 ladder --budgets 24M,32M,64M
+@  k3 ladder --budgets 24M,32M,64M
   k3 ladder /models/kimi-k3 --budgets 2G,4G,8G,16G --out ladder.tsv --svg ladder.svg
   k3 ladder /models/kimi-k3 --memory 24G --prompt \"The capital of France is\" --json";
 
 #[derive(Debug, Args)]
-#[command(after_help = LADDER_HELP)]
+#[command(after_help = help(LADDER_HELP))]
 pub(crate) struct Ladder {
     /// Budgets to try, such as 2G,4GiB [default: from the least that will do, by powers of two, to all
     /// that helps or to --memory].
@@ -397,7 +414,7 @@ pub(crate) struct Plan {
     pub(crate) context: usize,
 
     /// Speed of the disk in GB (10^9 bytes) a second [default: measured on the checkpoint for a second].
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", allow_negative_numbers = true)]
     pub(crate) disk: Option<f64>,
 
     #[command(flatten)]
@@ -417,11 +434,11 @@ What is counted:
   bits_per_byte  total of -log2 p over the bytes of the counted tokens
 
 Examples:
-  k3 perplexity --file fixtures/demo/heldout.txt --window 256
+@  k3 perplexity --file fixtures/demo/heldout.txt --window 256
   k3 perplexity /models/kimi-k3 --file book.txt --memory 16G --json --nll-out nll.npy";
 
 #[derive(Debug, Args)]
-#[command(after_help = PERPLEXITY_HELP)]
+#[command(after_help = help(PERPLEXITY_HELP))]
 pub(crate) struct Perplexity {
     /// The text, taken byte for byte; "-" is standard input.
     #[arg(long, value_name = "TEXT")]

@@ -20,7 +20,7 @@ use k3_platform::vocabulary::VocabularyFiles;
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader, Read, Write as _};
-use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -182,7 +182,9 @@ pub(crate) fn ladder(args: &Args) -> Result<u8, Failure> {
         Ok(_) => 0,
     };
     let budgets = if budgets.is_empty() {
-        rungs(floor, plan(u64::MAX).map_or(u64::MAX, |all| all.ledger.total()), most)
+        // A plan leaves a little over, so that it takes a little more than it spends.
+        let everything = plan(u64::MAX).map_or(u64::MAX, |all| all.ledger.total() / 63 * 64);
+        rungs(floor, everything, most)
     } else {
         budgets
     };
@@ -348,7 +350,7 @@ impl Task<'_> {
             if !rung.said.is_object() {
                 rung.said = json!({});
             }
-            rung.said["exit_code"] = json!(status.code().or(status.signal().map(|n| 128 + n)));
+            rung.said["exit_code"] = json!(status.code().unwrap_or(i32::from(IO)));
         }
         Ok(())
     }

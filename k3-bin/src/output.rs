@@ -116,11 +116,14 @@ fn neighbour(target: &Path) -> PathBuf {
 fn begin(target: &Path) -> io::Result<(File, Option<PathBuf>)> {
     let folder = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::WRONLY | OFlags::TMPFILE | OFlags::CLOEXEC;
-    match rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666)) {
-        Ok(fd) => return Ok((fd.into(), None)),
-        // How kernels and file systems say that they have no such files.
-        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
-        Err(error) => return Err(error.into()),
+    // Only through /proc can such a file get its name.
+    if Path::new("/proc/self/fd").is_dir() {
+        match rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666)) {
+            Ok(fd) => return Ok((fd.into(), None)),
+            // How kernels and file systems say that they have no such files.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     let temporary = neighbour(target);
     Ok((File::options().write(true).create_new(true).open(&temporary)?, Some(temporary)))

@@ -36,7 +36,7 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     let read = ids.len().saturating_sub(1);
     if read == 0 {
         return Err(Failure::usage(
-            format!("{}: the text has {} tokens", args.file.display(), ids.len()),
+            format!("{}: the text has {}", args.file.display(), report::count(ids.len(), "token")),
             "the first token of a text is never predicted: give it at least two",
         ));
     }
@@ -87,7 +87,8 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     if !args.common.quiet {
         run.note_buffered();
         if !complete {
-            let _ = writeln!(std::io::stderr(), "note: stopped after {} of {read} tokens", loss.tokens);
+            let _ =
+                writeln!(std::io::stderr(), "note: stopped after {} of {}", loss.tokens, report::count(read, "token"));
         }
         report::resources(&stats, run.engine.plan());
     }

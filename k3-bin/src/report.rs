@@ -90,6 +90,11 @@ pub(crate) fn plan(plan: &Plan, backend: &str) {
     );
 }
 
+/// A number of things.
+pub(crate) fn count(number: usize, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Prints one line of JSON.
 pub(crate) fn print_json(object: &Value) -> Result<(), Failure> {
     print(&object.to_string())
@@ -150,8 +155,8 @@ pub(crate) fn damaged(stats: &Stats) -> Value {
 pub(crate) fn end(outcome: &Outcome, stats: &Stats, plan: &Plan) {
     let _ = writeln!(
         std::io::stderr(),
-        "{} prompt tokens in {:.2} s, {} generated, {} per token; waited {:.2} s for the disk",
-        outcome.prompt,
+        "{} in {:.2} s, {} generated, {} per token; waited {:.2} s for the disk",
+        count(outcome.prompt, "prompt token"),
         outcome.prefill.as_secs_f64(),
         outcome.generated,
         outcome.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),

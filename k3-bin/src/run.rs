@@ -6,6 +6,7 @@ use crate::ladder;
 use crate::npy::Npy;
 use crate::output::{self, Output};
 use crate::report::{self, Progress};
+use crate::signals;
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Streamed};
 use k3_core::model::Observer;
@@ -141,8 +142,10 @@ impl Listener for Watch<'_> {
             self.out.text.extend_from_slice(text.as_bytes());
             self.out.write(text.as_bytes())?;
         }
-        // To whoever went away, the text is as long as they wanted it.
-        Ok(if self.out.closed { ControlFlow::Break(Finish::Length) } else { ControlFlow::Continue(()) })
+        // To whoever went away, the text is as long as they wanted it; a reader that was not waited for
+        // because of a signal did not go.
+        let finish = if signals::stopped() { Finish::Cancelled } else { Finish::Length };
+        Ok(if self.out.closed { ControlFlow::Break(finish) } else { ControlFlow::Continue(()) })
     }
 }
 
@@ -243,7 +246,7 @@ fn check_prompt(args: &Run, prompt: &[TokenId], vocab: usize) -> Result<usize, F
     let needed = prompt.len().saturating_add(args.max_tokens.saturating_sub(1));
     let context = args.context.unwrap_or(needed);
     if prompt.len() > context {
-        let message = format!("the prompt has {} tokens, the context holds {context}", prompt.len());
+        let message = format!("the prompt has {}, the context holds {context}", report::count(prompt.len(), "token"));
         return Err(Failure::usage(message, "raise --context, or shorten the prompt"));
     }
     Ok(context)

@@ -10,13 +10,14 @@ use crate::fail::Failure;
 use crate::output;
 use k3_core::tokenizer::{ControlText, Utf8Stream, settled};
 use k3_core::view::TokenId;
-use k3_platform::io::{Disk, Mode};
+use k3_platform::io::{Disk, Mode, Source};
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Bytes that are read at a time.
 const BLOCK: usize = 1 << 20;
@@ -58,8 +59,10 @@ fn code(done: Result<(), Stop>) -> Result<u8, Failure> {
 /// Prints the ids of a text.
 pub(crate) fn tokenize(args: &Tokenize) -> Result<u8, Failure> {
     let input = Input::open(args.text.as_ref().map(|text| text.as_bytes()), &args.file)?;
-    let (dir, _demo) = directory(&args.model)?;
-    let mut files = VocabularyFiles::in_dir(&dir, &Disk::new(Mode::Buffered))?;
+    let (dir, demo) = directory(&args.model)?;
+    let disk = || Arc::new(Disk::new(Mode::Buffered)) as Arc<dyn Source>;
+    let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(disk);
+    let mut files = VocabularyFiles::in_dir(&dir, &*source)?;
     code(write_ids(args, input, &dir, &files.load()?))
 }
 
@@ -108,8 +111,10 @@ fn write_ids(args: &Tokenize, mut input: Input<'_>, dir: &Path, vocabulary: &Voc
 /// Prints the bytes of ids.
 pub(crate) fn detokenize(args: &Detokenize) -> Result<u8, Failure> {
     let input = Input::open(args.ids.as_ref().map(String::as_bytes), &args.file)?;
-    let (dir, _demo) = directory(&args.model)?;
-    let mut files = VocabularyFiles::in_dir(&dir, &Disk::new(Mode::Buffered))?;
+    let (dir, demo) = directory(&args.model)?;
+    let disk = || Arc::new(Disk::new(Mode::Buffered)) as Arc<dyn Source>;
+    let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(disk);
+    let mut files = VocabularyFiles::in_dir(&dir, &*source)?;
     code(write_text(args, input, &dir, &files.load()?))
 }
 

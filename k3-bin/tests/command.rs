@@ -1,5 +1,12 @@
 //! The command as a user meets it.
 
+#[path = "command/ends.rs"]
+mod ends;
+#[path = "command/ladder.rs"]
+mod ladder;
+#[path = "command/limits.rs"]
+mod limits;
+
 use k3_tests::{checkpoints, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -121,6 +128,16 @@ fn usage_is_refused_with_2_and_says_what_to_do() {
         (&["run", dir, "--ids", "1", "--threads", "0"], "threads"),
         (&["perplexity", dir], "--file"),
         (&["perplexity", dir, "--file", "/dev/null"], "0 tokens"),
+        (&["perplexity", dir, "--file", "/dev/null", "--nll-out", "/no/such/folder"], "/no/such/folder"),
+        (&["perplexity", dir, "--file", "/dev/null", "--nll-out", dir], "directory"),
+        (&["cachesim", "/dev/null", "--svg", "/no/such/folder"], "/no/such/folder"),
+        (&["run", dir, "--ids", "1", "--context", "0"], "1 token,"),
+        (&["ladder", dir, "--budgets", "2G,much"], "much"),
+        (&["ladder", dir, "--budgets", "2G", "--memory", "2G"], "--memory"),
+        (&["ladder", dir, "--budgets", "2G", "--out", "/no/such/folder"], "/no/such/folder"),
+        (&["ladder", dir, "--budgets", "2G", "--ids", "999999"], "999999"),
+        (&["ladder", dir, "--budgets", "2G", "--prompt", ""], "empty"),
+        (&["ladder", dir, "--budgets", "2G", "--max-tokens", "0"], "--max-tokens"),
         (&["perplexity", dir, "--file", "/nowhere/at/all"], "/nowhere/at/all"),
         (&["perplexity", dir, "--file", "/dev/null", "--window", "0"], "--window"),
         (&["perplexity", dir, "--file", "/dev/null", "--backend", "neon"], "neon"),
@@ -418,7 +435,7 @@ mod demo {
     }
 
     #[test]
-    fn without_a_cache_it_is_temporary_and_gone_afterwards() {
+    fn without_a_cache_it_is_read_from_the_program() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         for cache in [None, Some(Path::new(UNWRITABLE)), Some(file.path()), Some(Path::new("relative"))] {
             let temporary = tempfile::tempdir().expect("a folder");
@@ -429,26 +446,20 @@ mod demo {
             }
             let output = command.output().expect("k3");
             check(&output);
-            assert!(text(&output.stderr).contains("temporary folder"), "{}", text(&output.stderr));
+            assert!(text(&output.stderr).contains("from k3 itself"), "{}", text(&output.stderr));
             assert_eq!(std::fs::read_dir(temporary.path()).expect("read_dir").count(), 0);
         }
     }
 
     #[test]
-    fn when_nothing_can_be_written_it_says_so() {
-        let output = demo().env("XDG_CACHE_HOME", UNWRITABLE).env("TMPDIR", UNWRITABLE).output().expect("k3");
-        assert_eq!(code(&output), 5, "{}", text(&output.stderr));
-        assert!(output.stdout.is_empty());
-        for part in [UNWRITABLE, "cannot be unpacked", "XDG_CACHE_HOME", "TMPDIR"] {
-            assert!(text(&output.stderr).contains(part), "{}", text(&output.stderr));
-        }
-        // A full disk, played by a limit on the size of files: what was begun is taken away.
+    fn a_full_disk_is_no_obstacle_and_what_was_begun_is_taken_away() {
+        // Played by a limit on the size of files.
         let folder = tempfile::tempdir().expect("a folder");
         let mut shell = Command::new("sh");
         shell.args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$0\" run --prompt x", env!("CARGO_BIN_EXE_k3")]);
         shell.env_remove("K3_MODEL").env("XDG_CACHE_HOME", folder.path()).env("TMPDIR", folder.path());
         let output = shell.output().expect("sh");
-        assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
         let left = std::fs::read_dir(unpacked(folder.path())).expect("read_dir");
         assert!(left.map(|e| e.expect("entry").file_name()).all(|n| !n.to_string_lossy().ends_with(".part")));
         assert_eq!(std::fs::read_dir(folder.path()).expect("read_dir").count(), 1, "k3 only");
@@ -456,13 +467,20 @@ mod demo {
 
     /// Unpacking touches the demo's pages in the binary, and these count.
     #[test]
-    fn the_least_budget_is_kept_while_unpacking() {
-        let run = |memory: &str| {
-            let cache = tempfile::tempdir().expect("a folder");
-            let mut command = k3();
-            command.args(["run", "--json", "--ids", "5,6,7", "--max-tokens", "3", "--memory", memory]);
-            command.env("XDG_CACHE_HOME", cache.path()).output().expect("k3")
-        };
+    fn the_least_budget_is_kept_while_unpacking_and_without() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let never = |memory: &str| run_in(Path::new(UNWRITABLE), memory);
+        least_is_kept(&|memory| run_in(&cache.path().join(memory), memory));
+        least_is_kept(&never);
+    }
+
+    fn run_in(cache: &Path, memory: &str) -> Output {
+        let mut command = k3();
+        command.args(["run", "--json", "--ids", "5,6,7", "--max-tokens", "3", "--memory", memory]);
+        command.env("XDG_CACHE_HOME", cache).output().expect("k3")
+    }
+
+    fn least_is_kept(run: &dyn Fn(&str) -> Output) {
         let message = text(&run("1M").stderr);
         let floor = message.split("the least is ").nth(1).and_then(|rest| rest.split(['(', ' ']).nth(3));
         let floor: u64 = floor.and_then(|f| f.parse().ok()).unwrap_or_else(|| panic!("no floor in {message}"));
@@ -509,9 +527,11 @@ fn a_plan_is_that_of_the_run() {
             assert_eq!(object["memory"][field], run["memory"][field], "{memory}: {field}");
         }
     }
-    for speed in ["0", "-1", "nan"] {
-        let output = k3().args(["plan", &format!("--disk={speed}")]).arg(&dir).output().expect("k3");
+    // The story: a speed that no number of bytes a second can be gave a null where a number belongs.
+    for speed in ["0", "-1", "nan", "inf", "1e305", "1e-300"] {
+        let output = k3().args(["plan", "--disk", speed]).arg(&dir).output().expect("k3");
         assert_eq!(code(&output), 2, "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("not a speed"), "{}", text(&output.stderr));
     }
 }
 
@@ -736,11 +756,37 @@ fn an_output_never_replaces_what_the_command_reads_or_writes() {
         &["run", "--prompt-file", name, "--dump-logits", name],
         &["run", "--prompt-file", name, "--trace", name],
         &["run", "--ids", "1", "--trace", "new", "--dump-logits", "new"],
+        &["ladder", "--prompt-file", name, "--out", name],
+        &["ladder", "--svg", "new", "--out", "new"],
     ] {
         let output = k3().args(args).arg(tiny()).output().expect("k3");
         assert_eq!(code(&output), 2, "{args:?}: {}", text(&output.stderr));
     }
     assert_eq!(std::fs::read(&path).expect("read"), b"a text of some length");
+    // Nor a file of the model.
+    let model = folder.path().join("model");
+    k3_tests::copy_dir(&tiny(), &model);
+    let config = std::fs::read(model.join("config.json")).expect("read");
+    for args in [
+        &["run", "--ids", "1", "--trace"][..],
+        &["run", "--ids", "1", "--dump-logits"],
+        &["perplexity", "--file", name, "--nll-out"],
+        &["ladder", "--out"],
+        &["ladder", "--svg"],
+    ] {
+        let output = k3().args(args).arg(model.join("config.json")).arg(&model).output().expect("k3");
+        assert_eq!(code(&output), 2, "{args:?}: {}", text(&output.stderr));
+    }
+    assert_eq!(std::fs::read(model.join("config.json")).expect("read"), config);
+}
+
+#[test]
+#[cfg(not(feature = "demo"))]
+fn without_the_demo_nothing_speaks_of_it() {
+    for command in ["run", "perplexity", "plan", "ladder"] {
+        let output = k3().args([command, "--help"]).output().expect("k3");
+        assert!(!text(&output.stdout).contains("demo"), "{}", text(&output.stdout));
+    }
 }
 
 #[test]

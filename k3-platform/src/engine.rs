@@ -228,10 +228,13 @@ impl Engine {
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
         let result = model.forward_many(&mut self.storage, &mut sequences, &mut workspace, ids, logits, observer);
+        // What a pass has read is one checkpoint only if nobody wrote to it meanwhile.
+        let unchanged = if result.is_ok() { self.storage.fetch.unchanged() } else { Ok(()) };
         for (state, (position, torn)) in states.iter().zip(outcomes) {
-            (*position, *torn) = (state.position(), state.is_torn());
+            (*position, *torn) = (state.position(), state.is_torn() || unchanged.is_err());
         }
-        Ok(result?)
+        result?;
+        unchanged
     }
 
     /// Runs `ids` on trial, at most [`Plan::speculate`] and one: the sequence stays where it is until
@@ -252,6 +255,7 @@ impl Engine {
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
         model.verify(&mut self.storage, &mut state, &mut journal, &mut workspace, ids, logits, observer)?;
+        self.storage.fetch.unchanged()?;
         self.trial = Some((start, ids.len()));
         Ok(())
     }

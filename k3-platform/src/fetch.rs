@@ -46,6 +46,14 @@ impl Fetch {
         self.pool.bytes_read()
     }
 
+    /// Whether the open files are still what was checked.
+    ///
+    /// # Errors
+    /// [`Error::Read`] with the file that is not.
+    pub fn unchanged(&self) -> Result<(), Error> {
+        Ok(self.files.check()?)
+    }
+
     /// Queues the reads of one segment; the answer goes to `reply`.
     pub fn submit(&self, reads: &[Read], buffer: AlignedBuf, tag: u64, priority: Priority, reply: &Sender<Fetched>) {
         // Shard numbers come from the index this set was made of, and offsets were held against the

@@ -22,6 +22,10 @@ pub const PROCESS_BYTES: u64 = 14_000_000;
 /// What a thread touches of its stack, with the allocator's share (bytes).
 pub const THREAD_BYTES: u64 = 192 * 1024;
 
+/// Pages of the system for each byte that is mapped: eight bytes for every 4096. A control group counts
+/// them, though the resident memory of a process does not.
+const PAGE_TABLES: u64 = 512;
+
 /// A slot of the trunk's ring is not larger than this: enough for a disk's full speed, small enough
 /// that computing can start early (bytes).
 const SLOT_TARGET: usize = 16 << 20;
@@ -222,6 +226,12 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize, sequences: usize) -
     ledger
 }
 
+/// Adds what the system needs to map all the rest.
+fn add_tables(ledger: &mut Ledger) {
+    let tables = ledger.total() / (PAGE_TABLES - 1) + 1;
+    ledger.add("page tables", tables, format!("one byte for {}", PAGE_TABLES - 1));
+}
+
 /// Makes the plan.
 ///
 /// # Errors
@@ -241,6 +251,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     floor.add("trunk ring", least as u64, "1 slot".to_owned());
     floor.add("segments", list_bytes(sizes.walk, least), "lists of what is read together".to_owned());
     floor.add("experts", one_expert, format!("{} slot", u64::from(experts > 0)));
+    add_tables(&mut floor);
     // A sum that has saturated is refused whatever the budget is.
     if floor.total() > request.budget || floor.total() == u64::MAX {
         return Err(Refusal { budget: request.budget, floor: floor.total(), ledger: floor });
@@ -250,7 +261,8 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let fits = |chunk: usize, sequences: usize, base: (usize, usize), share: u64| {
         let total = fixed(sizes, request, chunk, sequences).total();
         let more = total.saturating_sub(fixed(sizes, request, base.0, base.1).total());
-        more <= share && total.saturating_add(minimum) <= request.budget
+        let needed = total.saturating_add(minimum).saturating_add(request.budget / PAGE_TABLES + 2);
+        more <= share && needed <= request.budget
     };
 
     // The sequences: half of the budget, for each reads the same weights. Each needs a position of a chunk.
@@ -267,7 +279,9 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     });
     let chunk = chunk.max(least_chunk);
     let mut ledger = fixed(sizes, request, chunk, sequences);
-    let mut left = request.budget - ledger.total() - minimum;
+    let left = request.budget - ledger.total() - minimum;
+    // Rounded up twice, here and where they are added.
+    let mut left = left.saturating_sub(request.budget / PAGE_TABLES + 2);
 
     // The ring: at most a quarter of what is left.
     let largest = sizes.walk.iter().map(|w| w.iter().map(|s| s.rows * s.row_bytes).sum::<usize>()).max().unwrap_or(0);
@@ -310,6 +324,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let more = left.checked_div(expert).unwrap_or(0);
     arena = arena.saturating_add(usize::try_from(more).unwrap_or(usize::MAX)).min(experts);
     ledger.add("experts", arena as u64 * expert, format!("{arena} of {experts}, {} each", human(expert)));
+    add_tables(&mut ledger);
     let extent = Extent { chunk, context: request.context, width: request.threads };
     let logit_rows = logit_rows(request, chunk, sequences);
     let (budget, readers) = (request.budget, request.readers);

@@ -1,9 +1,16 @@
 //! Memory: what is refused, and that nothing is allocated in the core.
 
 use crate::run::{How, engine, open};
+use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
-use k3_platform::io::Mode;
+use k3_platform::io::{Disk, Mode, ReadAt, Source};
+use k3_platform::plan::{Plan, Request};
+use k3_platform::policy::Policy;
+use k3_platform::synth::{Synth, write};
 use k3_tests::checkpoints;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 #[test]
 fn a_budget_below_the_floor_is_refused_with_the_numbers() {
@@ -13,7 +20,9 @@ fn a_budget_below_the_floor_is_refused_with_the_numbers() {
         let Error::Budget(refusal) = &error else { panic!("{error}") };
         assert!(refusal.floor > how.budget && refusal.ledger.total() == refusal.floor);
         let text = error.to_string();
-        for part in ["KDA states", "context", "trunk ring", "experts", "total", &refusal.floor.to_string()] {
+        for part in
+            ["KDA states", "context", "trunk ring", "experts", "page tables", "total", &refusal.floor.to_string()]
+        {
             assert!(text.contains(part), "{text}");
         }
         // The floor it names is accepted, and one byte less is not.
@@ -21,6 +30,91 @@ fn a_budget_below_the_floor_is_refused_with_the_numbers() {
             let how = How { budget, ..How::default() };
             assert_eq!(engine(open(&dir, Mode::Direct).expect("open"), &how, 4, 8).is_ok(), fine, "{budget}");
         }
+    }
+}
+
+/// Counts the bytes of shards that are read.
+struct Counting(Disk, Arc<AtomicU64>);
+
+struct Counted(Arc<dyn ReadAt>, Arc<AtomicU64>);
+
+impl ReadAt for Counted {
+    fn len(&self) -> std::io::Result<u64> {
+        self.0.len()
+    }
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        let count = self.0.read_at(buf, offset)?;
+        self.1.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+    fn alignment(&self) -> usize {
+        self.0.alignment()
+    }
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+impl Source for Counting {
+    fn open(&self, path: &Path) -> std::io::Result<Arc<dyn ReadAt>> {
+        let file = self.0.open_cached(path)?;
+        let is_shard = path.extension().is_some_and(|e| e == "safetensors");
+        Ok(if is_shard { Arc::new(Counted(file, Arc::clone(&self.1))) } else { file })
+    }
+}
+
+#[test]
+fn a_refusal_has_read_the_headers_and_nothing_else() {
+    for dir in checkpoints() {
+        let read = Arc::new(AtomicU64::new(0));
+        let source = Arc::new(Counting(Disk::new(Mode::Buffered), Arc::clone(&read)));
+        let checkpoint = Checkpoint::open(&dir, source).expect("open");
+        let shards = checkpoint.index().shards().iter().map(|s| dir.join(&s.name));
+        let header = |path: PathBuf| {
+            let bytes = std::fs::read(path).expect("a shard");
+            8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight"))
+        };
+        let headers: u64 = shards.map(header).sum();
+        let how = How { budget: 1_000_000, ..How::default() };
+        assert!(matches!(engine(checkpoint, &how, 4, 8), Err(Error::Budget(_))));
+        assert_eq!(read.load(Ordering::Relaxed), headers, "{}", dir.display());
+    }
+}
+
+/// The released shape: what a position costs, and where the floor is.
+#[test]
+fn a_position_of_the_release_costs_what_its_latents_take() {
+    let folder = tempfile::tempdir().expect("a folder");
+    if let Err(error) = write(folder.path(), &Synth::default()) {
+        println!("SKIPPED: {error}");
+        return;
+    }
+    let checkpoint = open(folder.path(), Mode::Direct).expect("open");
+    let request = |budget, context| Request {
+        budget,
+        context,
+        prompt: context,
+        chunk: None,
+        threads: 2,
+        readers: 8,
+        all_logits: false,
+        speculate: 0,
+        sequences: 1,
+        policy: Policy::default(),
+        touched: 0,
+    };
+    let context = |plan: &Plan| plan.ledger.entries.iter().find(|e| e.name == "context").expect("a line").bytes;
+    for positions in [1, 1000, 32_768, 1 << 20] {
+        let plan = checkpoint.plan(&request(200_000_000_000, positions), 6_000_000).expect("a plan");
+        assert_eq!(context(&plan), 55_296 * positions as u64);
+    }
+    // A prompt of 32,768 tokens fits eight gigabytes; two hold it, too, and less than its cache does not.
+    let plan = checkpoint.plan(&request(8_000_000_000, 32_768), 6_000_000).expect("8 GB");
+    assert!(plan.ledger.total() <= 8_000_000_000 && plan.extent.chunk > 1, "{}", plan.ledger);
+    assert!(checkpoint.plan(&request(55_296 * 32_768, 32_768), 6_000_000).is_err());
+    match checkpoint.plan(&request(0, 1), 6_000_000) {
+        Err(Error::Budget(refusal)) => assert!(refusal.floor < 700_000_000, "{refusal}"),
+        other => panic!("{other:?}"),
     }
 }
 

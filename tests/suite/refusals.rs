@@ -502,6 +502,26 @@ fn a_shard_swapped_after_opening_stops_the_run() {
     }
 }
 
+/// The story: a shard that stayed open was written to, and what came out was of neither the one nor the
+/// other.
+#[test]
+fn a_shard_written_to_while_it_is_open_stops_the_run() {
+    use std::os::unix::fs::FileExt as _;
+    let prompt = [TokenId(1), TokenId(2)];
+    let copy = Copy::new();
+    let checkpoint = open(&copy.dir, Mode::Direct).expect("open");
+    let mut logits = vec![7.0; 2 * checkpoint.config().vocab_size];
+    let mut engine = engine(checkpoint, &How::default(), 2, 8).expect("an engine");
+    engine.step(&prompt, &mut logits, &mut ()).expect("a pass");
+    let shard = copy.shard_of(Q);
+    let file = fs::File::options().write(true).open(&shard).expect("open");
+    let end = file.metadata().expect("metadata").len() - 1;
+    file.write_all_at(&[0x5a], end).expect("write");
+    // A clock of the file system may stand still between two writes.
+    file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(1)).expect("a time");
+    names_the_swapped(&engine.step(&prompt, &mut logits, &mut ()).expect_err("refused"), &shard);
+}
+
 /// A source with one descriptor, which swaps a shard before the open of a given number.
 struct Scarce {
     disk: Disk,

@@ -165,3 +165,25 @@ fn the_released_shape_has_the_numbers_of_the_release() {
     assert!(two.plan().ledger.total() <= 2_000_000_000 && two.plan().arena >= 16, "{}", two.plan().ledger);
     println!("{}", two.plan().ledger);
 }
+
+/// The rehearsal's config (see the README) has the released widths.
+#[test]
+fn the_rehearsal_has_the_released_widths() {
+    let parse = |bytes: &[u8]| ModelConfig::parse(bytes).expect("a config");
+    let ours = parse(&fs::read(root().join("tests/real10.json")).expect("the config"));
+    let released = parse(k3_core::config::RELEASED_JSON.as_bytes());
+    let widths = |c: &ModelConfig| {
+        [
+            c.hidden_size,
+            c.intermediate_size,
+            c.moe_intermediate_size,
+            c.routed_expert_hidden_size,
+            c.kda_num_heads,
+            c.kda_head_dim,
+            c.latent_width(),
+        ]
+    };
+    assert_eq!(widths(&ours), widths(&released));
+    let bytes = checkpoint::census(&ours).total().bytes;
+    assert!((9_500_000_000..11_000_000_000).contains(&bytes), "{bytes}");
+}

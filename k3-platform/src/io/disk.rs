@@ -60,8 +60,10 @@ impl Source for Disk {
         Ok(Arc::new(self.file(path)?))
     }
 
+    /// The cache is asked to forget what was read: its pages count in a control group, where a budget
+    /// is to be kept as well.
     fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
-        Ok(Arc::new(File::open(path, Mode::Buffered, Arc::clone(&self.fell_back))?))
+        Ok(Arc::new(File::open(path, Mode::Discarded, Arc::clone(&self.fell_back))?))
     }
 }
 
@@ -194,6 +196,10 @@ impl ReadAt for File {
 
     fn stamp(&self) -> Option<Stamp> {
         Some(self.stamp)
+    }
+
+    fn stamp_now(&self) -> io::Result<Option<Stamp>> {
+        Ok(Some(Stamp::of(&self.file.metadata()?)))
     }
 }
 

@@ -119,6 +119,10 @@ impl ReadAt for FaultyFile {
     fn stamp(&self) -> Option<Stamp> {
         self.file.stamp()
     }
+
+    fn stamp_now(&self) -> std::io::Result<Option<Stamp>> {
+        self.file.stamp_now()
+    }
 }
 
 /// A well-mixed number for each read and purpose (the finaliser of splitmix64).

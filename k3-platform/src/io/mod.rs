@@ -77,6 +77,14 @@ pub trait ReadAt: Send + Sync {
     fn stamp(&self) -> Option<Stamp> {
         None
     }
+
+    /// The same as of now: whether somebody writes to the file while it is open.
+    ///
+    /// # Errors
+    /// Those of the system.
+    fn stamp_now(&self) -> io::Result<Option<Stamp>> {
+        Ok(self.stamp())
+    }
 }
 
 /// What tells a file from any other at its path, and from itself before it was written to.

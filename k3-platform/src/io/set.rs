@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
-use super::{MAX_ALIGNMENT, ReadAt, Source, Stamp};
+use super::{MAX_ALIGNMENT, ReadAt, ReadError, ReadFault, Source, Stamp};
 
 /// How many files a set should keep open in this process: half of the soft limit on descriptors,
 /// between 1 and 256. The other half is for whoever else opens files.
@@ -115,6 +115,32 @@ impl FileSet {
     #[must_use]
     pub fn open_files(&self) -> usize {
         self.0.lock().open
+    }
+
+    /// Whether the files that are open are still what they were: of the same length, and not written to.
+    /// Names and permissions may change, the bytes read so far may not.
+    ///
+    /// # Errors
+    /// The first file that is not, with [`Changed`]; or what the system says instead.
+    pub fn check(&self) -> Result<(), ReadError> {
+        let open: Vec<_> = {
+            let state = self.0.lock();
+            let file = |slot: &Slot| match slot {
+                Slot::Open { file, .. } => Some(Arc::clone(file)),
+                Slot::Opening | Slot::Closed => None,
+            };
+            let files = state.slots.iter().enumerate();
+            files.filter_map(|(i, slot)| Some((i, file(slot)?, state.stamps[i]?))).collect()
+        };
+        for (i, file, was) in open {
+            let failed = |e| ReadError { path: self.0.paths[i].clone(), offset: 0, fault: ReadFault::System(e) };
+            let Some(now) = file.stamp_now().map_err(failed)? else { continue };
+            if (now.len, now.mtime) != (was.len, was.mtime) {
+                let changed = Changed { was: was.len, now: now.len };
+                return Err(failed(io::Error::new(io::ErrorKind::InvalidData, changed)));
+            }
+        }
+        Ok(())
     }
 
     /// The file at `index` of the list, which opens when it is first asked anything; `None` if the
@@ -303,7 +329,7 @@ impl ReadAt for Member {
 #[cfg(test)]
 mod tests {
     use super::super::testkit::{bytes, write};
-    use super::super::{Disk, Mode, ReadFault, read_exact_at};
+    use super::super::{Disk, Mode, read_exact_at};
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -410,6 +436,34 @@ mod tests {
         let none = FileSet::new(Counting::new(0), shards(&dir, 2), 8);
         let error = read_exact_at(&*none.file(0).unwrap(), &mut [0; 4], 0).unwrap_err();
         assert!(matches!(error.fault, ReadFault::System(e) if e.raw_os_error() == Some(24)));
+    }
+
+    /// The story: bytes of the same length were written into a shard that stayed open, and one pass
+    /// used some of each.
+    #[test]
+    fn a_file_that_is_written_to_while_open_is_found() {
+        use std::os::unix::fs::FileExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let paths = shards(&dir, 2);
+        let set = FileSet::new(Arc::new(Disk::default()), paths.clone(), 2);
+        set.check().unwrap();
+        read_exact_at(&*set.file(1).unwrap(), &mut [0; 4], 0).unwrap();
+        set.check().unwrap();
+        let write = |path: &PathBuf| {
+            let file = std::fs::File::options().write(true).open(path).unwrap();
+            file.write_all_at(b"other", 100).unwrap();
+            // A clock of the file system may stand still between two writes.
+            file.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(1)).unwrap();
+        };
+        // A file that is not open is looked at when it opens.
+        write(&paths[0]);
+        set.check().unwrap();
+        let permissions = std::fs::metadata(&paths[1]).unwrap().permissions();
+        std::fs::set_permissions(&paths[1], permissions).unwrap();
+        set.check().unwrap();
+        write(&paths[1]);
+        let error = set.check().unwrap_err();
+        assert!(error.path == paths[1] && error.to_string().contains("written to"), "{error}");
     }
 
     #[test]

@@ -1,0 +1,169 @@
+//! How a process ends when it is told to, or killed: soon, and leaving nothing that was not asked for.
+
+use super::{code, k3, text, tiny};
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+fn send(child: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill").success());
+}
+
+/// Waits for a process that was told to end once. A minute is not a matter of speed.
+fn ended(child: &mut Child) -> ExitStatus {
+    let started = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("wait") {
+            return status;
+        }
+        if started.elapsed() > Duration::from_secs(60) {
+            child.kill().expect("kill");
+            panic!("one signal was not enough");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The story: a pipe that nobody opened was waited for after the signals had been taken over, and only
+/// a second signal ended that.
+#[test]
+fn a_pipe_that_nobody_opens_is_left_at_the_first_signal() {
+    use std::os::unix::process::ExitStatusExt as _;
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());
+    let text = folder.path().join("text");
+    std::fs::write(&text, "a text").expect("write");
+    let text = text.to_str().expect("a path");
+    for args in [
+        &["run", "--ids", "1", "--trace"][..],
+        &["run", "--ids", "1", "--dump-logits"],
+        &["run", "--prompt-file"],
+        &["perplexity", "--file"],
+        &["perplexity", "--file", text, "--nll-out"],
+        &["ladder", "--budgets", "64M", "--out"],
+        &["ladder", "--budgets", "64M", "--svg"],
+    ] {
+        let mut child =
+            k3().args(args).arg(&pipe).arg(tiny()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(child.try_wait().expect("wait").is_none(), "{args:?} did not wait");
+        send(&child, "-TERM");
+        let status = ended(&mut child);
+        assert!(status.signal() == Some(15) || status.code() == Some(143), "{args:?}: {status}");
+    }
+}
+
+/// The story: a full pipe held the process in a write, where it did not see the signal.
+#[test]
+fn a_reader_that_takes_nothing_does_not_hold_up_the_end() {
+    for json in [false, true] {
+        let (read, mut write) = std::io::pipe().expect("a pipe");
+        // As much as a pipe holds.
+        write.write_all(&vec![b'x'; 1 << 16]).expect("write");
+        let mut command = k3();
+        command.args(["run", "--ids", "1,2", "--max-tokens", "1000000", "--ignore-eos", "--quiet"]);
+        if json {
+            command.arg("--json");
+        }
+        let mut child = command.arg(tiny()).stdout(write).stderr(Stdio::null()).spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(500));
+        send(&child, "-TERM");
+        let status = ended(&mut child);
+        assert_eq!(status.code(), Some(143));
+        drop(read);
+    }
+}
+
+/// The story: what a script had put into the background ended when the user interrupted something else.
+#[test]
+fn a_signal_that_was_ignored_stays_ignored() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' INT; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_k3")]);
+    command.args(["run", "--ids", "1,2", "--max-tokens", "1000000", "--ignore-eos", "--quiet", "--json"]);
+    let mut child = command.arg(tiny()).env_remove("K3_MODEL").stdout(Stdio::piped()).spawn().expect("sh");
+    std::thread::sleep(Duration::from_millis(500));
+    send(&child, "-INT");
+    send(&child, "-INT");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(child.try_wait().expect("wait").is_none(), "it ended by a signal that was ignored");
+    send(&child, "-TERM");
+    assert_eq!(ended(&mut child).code(), Some(143));
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.map(|e| e.file_name().to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn a_kill_at_any_moment_leaves_what_was_asked_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    let [work, temporary, home] = ["work", "tmp", "home"].map(|name| folder.join(name));
+    for dir in [&work, &temporary, &home] {
+        std::fs::create_dir(dir).expect("create");
+    }
+    let command = || {
+        let mut command = k3();
+        // No folder for the demo, and an empty one for whatever else comes to mind.
+        command.env("TMPDIR", &temporary).env("HOME", &home).env("XDG_CACHE_HOME", "/proc/self");
+        command.current_dir(&work).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let mut seed = 20u64;
+    for round in 0..24 {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let delay = Duration::from_millis((seed >> 33) % [30, 150, 500][round % 3]);
+        let mut run = command();
+        run.args([
+            "run",
+            "--ids",
+            "1,2,3,4,5,6,7,8",
+            "--max-tokens",
+            "3",
+            "--trace",
+            "trace",
+            "--dump-logits",
+            "l.npy",
+        ]);
+        #[cfg(not(feature = "demo"))]
+        run.arg(tiny());
+        let mut child = run.spawn().expect("k3");
+        std::thread::sleep(delay);
+        send(&child, if round % 2 == 0 { "-KILL" } else { "-TERM" });
+        ended(&mut child);
+        for name in names(&work) {
+            // Under its name a file is whole.
+            let bytes = std::fs::read(work.join(&name)).expect("read");
+            match name.as_str() {
+                "trace" => assert!(bytes.len() >= 16 && bytes.len() % 8 == 0),
+                "l.npy" => {
+                    let header = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+                    assert!(text(&bytes[..header]).contains("(8, "));
+                    assert_eq!((bytes.len() - header) % (8 * 4), 0);
+                }
+                other => panic!("{other} after {delay:?}"),
+            }
+            std::fs::remove_file(work.join(name)).expect("remove");
+        }
+        assert!(names(&temporary).is_empty() && names(&home).is_empty(), "after {delay:?}");
+    }
+    // A checkpoint that was not finished is none, and is in its own folder.
+    let config = k3_tests::root().join("fixtures/tiny/config.json");
+    for round in 0..6 {
+        let mut synth = command();
+        synth.args(["synth", "model", "--fill-all", "--config"]).arg(&config);
+        let mut child = synth.spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(round * 6));
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+        assert!(names(&work).iter().all(|name| name == "model"));
+        let output = k3().args(["run", "--ids", "1", "--quiet"]).arg(work.join("model")).output().expect("k3");
+        let whole = work.join("model/config.json").exists();
+        assert_eq!(code(&output), if whole { 0 } else { 3 }, "{}", text(&output.stderr));
+        let _ = std::fs::remove_dir_all(work.join("model"));
+    }
+    assert!(names(&temporary).is_empty() && names(&home).is_empty());
+}

@@ -1,0 +1,199 @@
+//! Budgets where something else than k3 watches over them: a memory control group, or a limit of the
+//! process.
+
+use super::{code, k3, text};
+use k3_platform::synth::{Fill, Synth, write};
+use k3_tests::root;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A checkpoint of 40 MB with random weights, of which the least budget holds a small part.
+pub(crate) fn filled(dir: &Path) {
+    let text = std::fs::read_to_string(root().join("fixtures/tiny/config.json")).expect("the tiny config");
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let model = &mut config["text_config"];
+    for (field, value) in [
+        ("hidden_size", 512),
+        ("intermediate_size", 1024),
+        ("moe_intermediate_size", 128),
+        ("routed_expert_hidden_size", 256),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 4),
+        ("qk_nope_head_dim", 64),
+        ("v_head_dim", 64),
+    ] {
+        model[field] = value.into();
+    }
+    model["linear_attn_config"]["num_heads"] = 4.into();
+    model["linear_attn_config"]["head_dim"] = 64.into();
+    let config = config.to_string();
+    let synth = Synth { config: config.as_bytes(), fill: Fill::Everything, seed: 7, threads: 2 };
+    write(dir, &synth).expect("a checkpoint");
+}
+
+/// The least budget that `k3 run` names when it refuses.
+pub(crate) fn floor(output: &Output) -> u64 {
+    assert_eq!(code(output), 4, "{}", text(&output.stderr));
+    let message = text(&output.stderr);
+    let floor = message.split("the least is ").nth(1).and_then(|rest| rest.split(['(', ' ']).nth(3));
+    floor.and_then(|f| f.parse().ok()).unwrap_or_else(|| panic!("no floor in {message}"))
+}
+
+/// A memory control group below this process's own, of either version.
+struct Group {
+    dir: PathBuf,
+    unified: bool,
+}
+
+impl Group {
+    /// `None`, said aloud, where the machine allows none.
+    fn new() -> Option<Self> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let name = format!("k3-test-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::SeqCst));
+        let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        let path = |line: &str, controller: &str| {
+            let (_, rest) = line.split_once(':')?;
+            let (controllers, path) = rest.split_once(':')?;
+            controllers.split(',').any(|c| c == controller).then(|| path.trim_start_matches('/').to_owned())
+        };
+        let legacy = own
+            .lines()
+            .find_map(|line| path(line, "memory"))
+            .map(|own| (Path::new("/sys/fs/cgroup/memory").join(own).join(&name), false));
+        let unified = own
+            .lines()
+            .find_map(|line| path(line, ""))
+            .map(|own| (Path::new("/sys/fs/cgroup").join(own).join(&name), true));
+        for (dir, unified) in legacy.into_iter().chain(unified) {
+            if std::fs::create_dir(&dir).is_err() {
+                continue;
+            }
+            let group = Self { dir, unified };
+            if group.dir.join(group.limit_file()).exists() {
+                return Some(group);
+            }
+        }
+        println!("SKIPPED: no memory control group can be made here");
+        None
+    }
+
+    const fn limit_file(&self) -> &'static str {
+        if self.unified { "memory.max" } else { "memory.limit_in_bytes" }
+    }
+
+    /// Runs a command in the group.
+    fn run(&self, limit: u64, args: &[&str]) -> Output {
+        std::fs::write(self.dir.join(self.limit_file()), limit.to_string()).expect("a limit");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.dir.join("cgroup.procs"));
+        shell.arg(env!("CARGO_BIN_EXE_k3")).args(args).env_remove("K3_MODEL").output().expect("sh")
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // What ran in it has been waited for.
+        let _ = std::fs::remove_dir(&self.dir);
+    }
+}
+
+/// Address space that counts as data and is no part of a budget: stacks of the two computing and eight
+/// reading threads, of 2 MiB each, and what the allocator sets aside for each thread.
+const SLACK: u64 = 12 * ((2 << 20) + (1 << 20));
+
+/// Runs a command under a limit on private memory.
+fn under_ulimit(limit: u64, args: &[&str]) -> Output {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -d \"$0\" && exec \"$@\"", &(limit / 1024).to_string()]);
+    shell.arg(env!("CARGO_BIN_EXE_k3")).args(args).env_remove("K3_MODEL").output().expect("sh")
+}
+
+#[test]
+fn a_limit_of_the_size_of_the_budget_is_enough() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model");
+    filled(&model);
+    let model = model.to_str().expect("a path");
+    let args = |memory: &str| {
+        let args =
+            ["run", model, "--json", "--ids", "3,1,4,1,5", "--max-tokens", "4", "--ignore-eos", "--threads", "2"];
+        let memory = ["--memory".to_owned(), memory.to_owned()];
+        args.iter().map(|&a| a.to_owned()).chain(memory).collect::<Vec<_>>()
+    };
+    let least = floor(&k3().args(args("1M")).output().expect("k3"));
+    let group = Group::new();
+    let budgets = [least, least + 3_000_000, least + 9_000_000, least + 20_000_000, 100_000_000];
+    let (mut ids, mut pinned) = (None, Vec::new());
+    for budget in budgets {
+        let args = args(&budget.to_string());
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let grouped = group.as_ref().map(|group| ("group", group.run(budget, &args)));
+        for (limit, output) in [("ulimit", under_ulimit(budget + SLACK, &args))].into_iter().chain(grouped) {
+            assert_eq!(code(&output), 0, "{limit} {budget}: {}", text(&output.stderr));
+            let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+            let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
+            assert!(peak <= budget, "{limit}: peak {peak} of {budget}");
+            assert_eq!(object["generated_ids"].as_array().expect("ids").len(), 4);
+            assert_eq!(*ids.get_or_insert_with(|| object["generated_ids"].clone()), object["generated_ids"]);
+            // A prefix of the layers is walked in a cycle: what is pinned is exactly what is found.
+            let layers = object["memory"]["pinned_layers"].as_u64().expect("layers");
+            #[expect(clippy::cast_precision_loss, reason = "nine layers")]
+            let share = layers as f64 / 9.0;
+            let rate = object["io"]["trunk_hit_rate"].as_f64().expect("a rate");
+            assert!((rate - share).abs() < 1e-12, "{rate} for {layers} of 9 layers");
+            pinned.push(layers);
+        }
+    }
+    assert!(pinned.first() == Some(&0) && pinned.last() == Some(&9), "{pinned:?}");
+    assert!(pinned.iter().any(|n| (1..9).contains(n)), "{pinned:?}");
+}
+
+/// What is free is found out where the limit is, whoever set it.
+#[test]
+fn auto_keeps_within_the_group() {
+    let Some(group) = Group::new() else { return };
+    let tiny = root().join("fixtures/tiny");
+    let limit = 80_000_000;
+    let output =
+        group.run(limit, &["run", "--json", "--ids", "1,2", "--max-tokens", "2", tiny.to_str().expect("a path")]);
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let budget = object["memory"]["budget_bytes"].as_u64().expect("a budget");
+    assert!(budget < limit, "{budget}");
+}
+
+/// The released shape, refused in less memory than one of its layers takes: nothing was allocated for it.
+#[test]
+fn a_refusal_comes_before_anything_is_allocated() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model");
+    match write(&model, &Synth::default()) {
+        Ok(_) => {}
+        Err(error) => {
+            println!("SKIPPED: {error}");
+            return;
+        }
+    }
+    let args = ["run", "--ids", "1", "--max-tokens", "1", "--memory", "300M", model.to_str().expect("a path")];
+    let group = Group::new();
+    let grouped = group.as_ref().map(|group| group.run(100_000_000, &args));
+    for output in [under_ulimit(100_000_000, &args)].into_iter().chain(grouped) {
+        let least = floor(&output);
+        assert!((300_000_000..700_000_000).contains(&least), "{least}");
+        for part in ["KDA states", "69 layers x 96 heads", "trunk ring", "page tables", "total"] {
+            assert!(text(&output.stderr).contains(part), "{part}: {}", text(&output.stderr));
+        }
+        assert!(output.stdout.is_empty());
+    }
+    // A long prompt at eight gigabytes is accepted: 55,296 bytes a position.
+    let mut plan = k3();
+    plan.args(["plan", "--json", "--disk", "1", "--memory", "8G", "--context", "32768"]).arg(&model);
+    let output = plan.output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    let plan: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let entries = plan["ledger"].as_array().expect("a ledger");
+    let context = entries.iter().find(|e| e["name"] == "context").expect("the context");
+    assert_eq!(context["bytes"], 32_768 * 55_296);
+    assert!(plan["memory"]["planned_bytes"].as_u64().expect("bytes") <= 8_000_000_000);
+}
