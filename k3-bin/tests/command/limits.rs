@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A checkpoint of 40 MB with random weights, of which the least budget holds a small part.
+/// A checkpoint of 30 MB with random weights, of which the least budget holds a small part.
 pub(crate) fn filled(dir: &Path) {
     let text = std::fs::read_to_string(root().join("fixtures/tiny/config.json")).expect("the tiny config");
     let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
@@ -116,14 +116,15 @@ fn a_limit_of_the_size_of_the_budget_is_enough() {
     filled(&model);
     let model = model.to_str().expect("a path");
     let args = |memory: &str| {
-        let args =
-            ["run", model, "--json", "--ids", "3,1,4,1,5", "--max-tokens", "4", "--ignore-eos", "--threads", "2"];
+        let args = ["run", model, "--json", "--ids", "3,1,4", "--max-tokens", "3", "--ignore-eos", "--threads", "2"];
         let memory = ["--memory".to_owned(), memory.to_owned()];
         args.iter().map(|&a| a.to_owned()).chain(memory).collect::<Vec<_>>()
     };
     let least = floor(&k3().args(args("1M")).output().expect("k3"));
     let group = Group::new();
-    let budgets = [least, least + 3_000_000, least + 9_000_000, least + 20_000_000, 100_000_000];
+    // The very least has a ring of one small slot, and reads for seconds; a checkpoint of a megabyte is run
+    // with it elsewhere.
+    let budgets = [least + 1_000_000, least + 3_000_000, least + 9_000_000, least + 20_000_000, 100_000_000];
     let (mut ids, mut pinned) = (None, Vec::new());
     for budget in budgets {
         let args = args(&budget.to_string());
@@ -134,7 +135,7 @@ fn a_limit_of_the_size_of_the_budget_is_enough() {
             let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
             let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
             assert!(peak <= budget, "{limit}: peak {peak} of {budget}");
-            assert_eq!(object["generated_ids"].as_array().expect("ids").len(), 4);
+            assert_eq!(object["generated_ids"].as_array().expect("ids").len(), 3);
             assert_eq!(*ids.get_or_insert_with(|| object["generated_ids"].clone()), object["generated_ids"]);
             // A prefix of the layers is walked in a cycle: what is pinned is exactly what is found.
             let layers = object["memory"]["pinned_layers"].as_u64().expect("layers");
