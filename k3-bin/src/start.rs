@@ -32,6 +32,7 @@ pub(crate) struct Options<'a> {
     common: &'a Common,
     backend: Backend,
     budget: u64,
+    gentle: bool,
 }
 
 /// What a command asks of its engine.
@@ -49,12 +50,14 @@ pub(crate) struct Wanted {
     pub(crate) speculate: usize,
     /// Sequences that are to run at the same time, at most.
     pub(crate) sequences: usize,
+    /// What the command holds besides: a sampler's scratch, a session's buffer (bytes).
+    pub(crate) beside: u64,
 }
 
 /// One short sequence, and no guesses.
 impl Default for Wanted {
     fn default() -> Self {
-        Self { context: 1, prompt: 1, all_logits: false, tokenizer: 0, speculate: 0, sequences: 1 }
+        Self { context: 1, prompt: 1, all_logits: false, tokenizer: 0, speculate: 0, sequences: 1, beside: 0 }
     }
 }
 
@@ -72,11 +75,19 @@ pub(crate) struct Started {
     pub(crate) engine: Engine,
     disk: Disk,
     direct: bool,
+    /// Set by the first signal. While it is set, the next one ends the process.
+    pub(crate) stop: Arc<AtomicBool>,
 }
 
 impl<'a> Options<'a> {
     pub(crate) fn new(common: &'a Common) -> Result<Self, Failure> {
-        Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)? })
+        Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)?, gentle: false })
+    }
+
+    /// A signal does not stop a pass in the middle: whoever listens ends the text after it. So nothing that
+    /// was read is lost.
+    pub(crate) fn gentle(self) -> Self {
+        Self { gentle: true, ..self }
     }
 
     /// Memory that may be used (bytes).
@@ -103,6 +114,11 @@ impl<'a> Options<'a> {
 }
 
 impl Opened<'_> {
+    /// Whether this is the demo that is part of the program.
+    pub(crate) const fn is_demo(&self) -> bool {
+        self.demo.is_some()
+    }
+
     /// The plan a run would be made by.
     pub(crate) fn plan(&self, wanted: Wanted) -> Result<Plan, Failure> {
         let touched = self.demo.as_ref().map_or(0, Demo::touched);
@@ -138,6 +154,7 @@ impl Opened<'_> {
                 Experts::Frequency => Policy::Frequency,
             },
             touched,
+            beside: wanted.beside,
         }
     }
 
@@ -149,13 +166,14 @@ impl Opened<'_> {
     /// Plans, says so, and builds the engine.
     pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
         let plan = self.plan(wanted)?;
-        let Self { options: Options { common, backend, .. }, disk, demo, stop, checkpoint } = self;
+        let Self { options: Options { common, backend, gentle, .. }, disk, demo, stop, checkpoint } = self;
         let included = demo.is_some_and(|demo| demo.is_included());
         if !common.quiet {
             report::plan(&plan, backend.name());
         }
-        let engine = Engine::new(checkpoint, plan, backend, stop)?;
-        Ok(Started { engine, disk, direct: common.io == Io::Direct && !included })
+        let passes = if gentle { Arc::default() } else { Arc::clone(&stop) };
+        let engine = Engine::new(checkpoint, plan, backend, passes)?;
+        Ok(Started { engine, disk, direct: common.io == Io::Direct && !included, stop })
     }
 }
 

@@ -11,7 +11,7 @@ use crate::segment::{Piece, Segment};
 use crate::trunk::{Trunk, TrunkStats};
 use k3_core::backend::Backend;
 use k3_core::checkpoint::{GlobalTensor, Tensor};
-use k3_core::model::{Journal, Model, Observer, Sequence, State, Weights, Workspace};
+use k3_core::model::{Journal, Model, Observer, Parts, Sequence, State, Weights, Workspace};
 use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, TokenId};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -158,6 +158,38 @@ impl Engine {
     #[must_use]
     pub fn is_torn(&self) -> bool {
         self.sequences.first().is_some_and(|m| m.torn)
+    }
+
+    /// What is remembered of the sequence.
+    ///
+    /// # Errors
+    /// [`Error::Order`] cannot happen while the plan holds; it is passed on if it does.
+    pub fn state(&mut self) -> Result<State<'_>, Error> {
+        let (config, context) = (self.storage.checkpoint.config(), self.plan.extent.context);
+        let Memory { lines, position, torn } = self.sequences.first_mut().ok_or(Error::Order)?;
+        State::attach(lines.lines_mut(), config, context, *position, *torn).map_err(|_| Error::Order)
+    }
+
+    /// Puts another sequence in place of this one, at `position`: `fill` writes what it remembers. If that
+    /// fails the sequence is empty.
+    ///
+    /// # Errors
+    /// Those of `fill`, and [`Error::Order`] if `position` is beyond the plan's context.
+    pub fn restore<E: From<Error>>(
+        &mut self,
+        position: usize,
+        fill: impl FnOnce(Parts<&mut [f32]>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.reset()?;
+        if position > self.plan.extent.context {
+            return Err(Error::Order.into());
+        }
+        if let Err(error) = fill(self.state()?.parts_mut()) {
+            self.reset()?;
+            return Err(error);
+        }
+        self.sequences.first_mut().ok_or(Error::Order)?.position = position;
+        Ok(())
     }
 
     /// Forgets the sequence, not the weights that are in memory.

@@ -115,6 +115,16 @@ pub trait Listener: Observer {
         Ok(())
     }
 
+    /// A pass is settled: the engine has read all ids up to [`Engine::position`], and each of them is of the
+    /// sequence. `Break` ends the text here, with nothing lost.
+    ///
+    /// # Errors
+    /// The listener's own, which ends the text.
+    fn settled(&mut self, engine: &mut Engine) -> Result<ControlFlow<Finish>, Self::Error> {
+        let _ = engine;
+        Ok(ControlFlow::Continue(()))
+    }
+
     /// An id was generated. `Break` ends the text with the reason it gives.
     ///
     /// # Errors
@@ -251,9 +261,12 @@ impl Generator {
             } else {
                 self.read_with_guess(engine, ids, stage, listener)?
             };
-            let Some(rows) = rows else {
-                outcome.finish = Finish::Cancelled;
-                return Ok(outcome);
+            let rows = match rows {
+                ControlFlow::Continue(rows) => rows,
+                ControlFlow::Break(finish) => {
+                    outcome.finish = finish;
+                    return Ok(outcome);
+                }
             };
             if first {
                 outcome.prefill = started.elapsed();
@@ -299,6 +312,9 @@ impl Generator {
             let committing = Instant::now();
             if !self.guess.is_empty() {
                 engine.commit(taken)?;
+                if let ControlFlow::Break(finish) = listener.settled(engine)? {
+                    end.get_or_insert(finish);
+                }
             }
             if !first {
                 let took = took + committing.elapsed();
@@ -322,7 +338,7 @@ impl Generator {
     }
 
     /// Reads what the engine has not read of `ids`. `prompt`: how many these are, if they are the
-    /// prompt. Gives the row of the last id's logits; `None` if it was stopped.
+    /// prompt. Gives the row of the last id's logits, or why it was stopped.
     fn read<L: Listener>(
         &mut self,
         engine: &mut Engine,
@@ -331,7 +347,7 @@ impl Generator {
         token: Stage,
         wanted: &Wanted<'_>,
         listener: &mut L,
-    ) -> Result<Option<Range<usize>>, L::Error> {
+    ) -> Result<ControlFlow<Finish, Range<usize>>, L::Error> {
         let (vocab, chunk) = (engine.checkpoint().config().vocab_size, engine.plan().extent.chunk);
         let unread = ids.get(engine.position()..).filter(|unread| !unread.is_empty()).ok_or(Error::Order)?;
         let (mut done, mut rows) = (0, 0);
@@ -343,15 +359,18 @@ impl Generator {
             listener.begin(stage);
             let logits = self.logits.get_mut(..rows * vocab).ok_or(Error::Order)?;
             match engine.step(part, logits, listener) {
-                Err(Error::Stopped) => return Ok(None),
+                Err(Error::Stopped) => return Ok(ControlFlow::Break(Finish::Cancelled)),
                 other => other?,
             }
             listener.passed(stage, logits)?;
+            if let ControlFlow::Break(finish) = listener.settled(engine)? {
+                return Ok(ControlFlow::Break(finish));
+            }
         }
-        Ok(Some(rows - 1..rows))
+        Ok(ControlFlow::Continue(rows - 1..rows))
     }
 
-    /// Reads the last id and the guess, on trial. Gives the rows of their logits; `None` if it was
+    /// Reads the last id and the guess, on trial. Gives the rows of their logits, or why it was
     /// stopped.
     fn read_with_guess<L: Listener>(
         &mut self,
@@ -359,7 +378,7 @@ impl Generator {
         ids: &[TokenId],
         stage: Stage,
         listener: &mut L,
-    ) -> Result<Option<Range<usize>>, L::Error> {
+    ) -> Result<ControlFlow<Finish, Range<usize>>, L::Error> {
         let mut all = ids.get(engine.position()..).unwrap_or_default().to_vec();
         if all.len() != 1 {
             return Err(Error::Order.into());
@@ -369,9 +388,9 @@ impl Generator {
         let vocab = engine.checkpoint().config().vocab_size;
         let logits = self.logits.get_mut(..all.len() * vocab).ok_or(Error::Order)?;
         match engine.verify(&all, logits, listener) {
-            Err(Error::Stopped) => return Ok(None),
+            Err(Error::Stopped) => return Ok(ControlFlow::Break(Finish::Cancelled)),
             other => other?,
         }
-        Ok(Some(0..all.len()))
+        Ok(ControlFlow::Continue(0..all.len()))
     }
 }

@@ -4,6 +4,7 @@
 //! batch        many prompts at the same time
 //! generate     from a prompt to its continuation
 //! draft        guesses of what comes next
+//! session      a sequence that survives the process
 //! engine       owns every buffer; the only implementor of the core's `Weights`
 //! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
 //! trunk        pinned prefix and ring          experts   arena of experts
@@ -15,6 +16,7 @@
 //! vocabulary   text <-> ids
 //! exec         threads                         memory    what the machine has
 //! io           files, direct or buffered       aligned   memory that goes back to the system
+//! checksum     of what is written and read back
 //! ladder       budgets worth trying one after another
 //! synth        checkpoints without a download, for measuring and tests
 //! ```
@@ -26,6 +28,7 @@
 pub mod aligned;
 pub mod batch;
 pub mod checkpoint;
+pub mod checksum;
 pub mod draft;
 pub mod engine;
 pub mod error;
@@ -40,6 +43,7 @@ pub mod memory;
 pub mod plan;
 pub mod policy;
 pub mod segment;
+pub mod session;
 pub mod speed;
 pub mod synth;
 pub mod trace;

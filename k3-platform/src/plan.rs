@@ -62,6 +62,8 @@ pub struct Request {
     pub sequences: usize,
     /// What the process has touched of its own file besides its code (bytes).
     pub touched: u64,
+    /// What is held besides the engine: a sampler's scratch, a session's buffer (bytes).
+    pub beside: u64,
 }
 
 /// What the plan must know about a checkpoint.
@@ -222,6 +224,9 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize, sequences: usize) -
     let extent = Extent { chunk, context: request.context, width: request.threads };
     ledger.add("activations", lines(Workspace::lines(c, extent)), format!("chunks of {chunk} positions"));
     let rows = logit_rows(request, chunk, sequences);
+    if request.beside > 0 {
+        ledger.add("text", request.beside, "scratch of the sampler, buffers of a session and a chat".to_owned());
+    }
     ledger.add("logits", (rows as u64).saturating_mul(4 * c.vocab_size as u64), format!("{rows} x {}", c.vocab_size));
     ledger
 }

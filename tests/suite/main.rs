@@ -10,5 +10,6 @@ mod oracle;
 mod refusals;
 mod run;
 mod sequences;
+mod session;
 mod stops;
 mod synth;

@@ -115,6 +115,7 @@ pub(crate) fn engine_with(
         sequences: how.sequences,
         policy: k3_platform::policy::Policy::default(),
         touched: 0,
+        beside: 0,
     };
     let plan = checkpoint.plan(&request, 0)?;
     Engine::new(checkpoint, plan, how.backend, stop)

@@ -23,6 +23,17 @@ pub struct State<'a> {
     pub(crate) torn: bool,
 }
 
+/// The arrays of a [`State`].
+#[derive(Debug)]
+pub struct Parts<T> {
+    /// `[kda layers, heads, head_dim (key), head_dim (value)]`.
+    pub kda: T,
+    /// `[kda layers, 3 (q, k, v), kernel - 1, heads * head_dim]`.
+    pub conv: T,
+    /// `[mla layers, context, kv_lora_rank + qk_rope_head_dim]`; rows from the position on mean nothing.
+    pub latent: T,
+}
+
 impl<'a> State<'a> {
     /// Lines needed for sequences of up to `context` positions; `None` if that overflows.
     #[must_use]
@@ -73,6 +84,18 @@ impl<'a> State<'a> {
         let mut state = Self::walk(&mut Carver::new(memory), config, context)?;
         (state.position, state.torn) = (position, torn);
         Ok(state)
+    }
+
+    /// What is remembered, to be written down.
+    #[must_use]
+    pub const fn parts(&self) -> Parts<&[f32]> {
+        Parts { kda: self.kda, conv: self.conv, latent: self.latent }
+    }
+
+    /// What is remembered, to be restored. A position is restored by [`State::attach`].
+    #[must_use]
+    pub const fn parts_mut(&mut self) -> Parts<&mut [f32]> {
+        Parts { kda: self.kda, conv: self.conv, latent: self.latent }
     }
 
     /// Whether a pass stopped half-way; such a state can only be [`State::reset`].
