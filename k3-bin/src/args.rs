@@ -17,7 +17,7 @@ Exit codes:
   0    done
   1    a check that was asked for failed
   2    usage, or a config or prompt that is refused
-  3    the checkpoint or vocabulary is damaged, incomplete or of another model
+  3    the checkpoint, vocabulary or session is damaged, incomplete or of another model
   4    the budget cannot hold the request
   5    I/O failed while running
   6    the arithmetic went non-finite
@@ -27,8 +27,10 @@ Sizes: G and GB are 10^9 bytes, GiB is 2^30; likewise M and K.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Continues a prompt with the model's own greedy tokens.
+    /// Continues a prompt with the model's own tokens.
     Run(Box<Run>),
+    /// Talks with the model.
+    Chat(Box<Chat>),
     /// Continues many prompts at the same time: one pass over the weights serves them all.
     Batch(Box<Batch>),
 
@@ -220,6 +222,8 @@ Examples:
   k3 run /models/kimi-k3 --prompt \"The capital of France is\" --memory 16G
   k3 run /models/kimi-k3 --prompt-file question.txt --max-tokens 400 --json > answer.json
   K3_MODEL=/models/kimi-k3 k3 run --ids 1008,10484,318,15383,387 --max-tokens 8
+  k3 run /models/kimi-k3 --prompt \"Once\" --temperature 0.8 --top-p 0.95 --seed 7 --session tale.k3s
+  k3 run /models/kimi-k3 --session tale.k3s --max-tokens 50
 
 @Without MODEL_DIR and K3_MODEL the demo model runs. It is unpacked once, to k3/ in $XDG_CACHE_HOME or
 @~/.cache, and checked at every start.";
@@ -239,7 +243,7 @@ pub(crate) struct Run {
     pub(crate) context: Option<usize>,
 
     /// Runs the whole prefix again for each token: slow, and a check of everything that is kept.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "session")]
     pub(crate) no_incremental: bool,
 
     /// Guesses up to N tokens from what the text has said before, and reads them in one pass with the
@@ -261,12 +265,18 @@ pub(crate) struct Run {
     pub(crate) trace: Option<PathBuf>,
 
     /// Writes the logits of every prompt position to a .npy file, f32 [positions, vocabulary].
-    #[arg(long, value_name = "FILE.npy")]
+    #[arg(long, value_name = "FILE.npy", conflicts_with = "session")]
     pub(crate) dump_logits: Option<PathBuf>,
 
     /// The ladder's process whose rung this is.
     #[arg(long, value_name = "PID", hide = true)]
     pub(crate) rung_of: Option<i32>,
+
+    #[command(flatten)]
+    pub(crate) sampling: Sampling,
+
+    #[command(flatten)]
+    pub(crate) session: Session,
 
     #[command(flatten)]
     pub(crate) common: Common,
@@ -376,6 +386,161 @@ pub(crate) struct Batch {
     pub(crate) common: Common,
 }
 
+/// How ids are chosen.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct Sampling {
+    /// Draws ids instead of taking the best: above 1 more freely, below 1 less; 0 takes the best.
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub(crate) temperature: Option<f64>,
+
+    /// Draws from the best ids that have this share of the probability together.
+    #[arg(long, value_name = "P", requires = "temperature", allow_negative_numbers = true)]
+    pub(crate) top_p: Option<f64>,
+
+    /// Draws from the best K ids.
+    #[arg(long, value_name = "K", requires = "temperature")]
+    pub(crate) top_k: Option<u32>,
+
+    /// Draws from ids that have at least this share of the best one's probability.
+    #[arg(long, value_name = "P", requires = "temperature", allow_negative_numbers = true)]
+    pub(crate) min_p: Option<f64>,
+
+    /// Where the randomness comes from: the same seed gives the same text everywhere [default: 0].
+    #[arg(long, value_name = "N", requires = "temperature")]
+    pub(crate) seed: Option<u64>,
+
+    /// Makes ids that the sequence holds already less likely (above 1) or more likely (below 1).
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub(crate) repeat_penalty: Option<f64>,
+
+    /// Adds V to the logit of an id; -inf takes it out. May be given more than once.
+    #[arg(long, value_name = "ID=V", value_parser = bias, allow_hyphen_values = true)]
+    pub(crate) logit_bias: Vec<(u32, f32)>,
+
+    /// Ends the text before TEXT or at the id (digits alone are an id; text:42 is the text \"42\"). May be
+    /// given more than once.
+    #[arg(long, value_name = "TEXT|ID", value_parser = stop, allow_hyphen_values = true)]
+    pub(crate) stop: Vec<Stop>,
+
+    /// Adds to the JSON the log-probability of each id, and those of the N best.
+    #[arg(long, value_name = "N", requires = "json", value_parser = clap::value_parser!(u16).range(0..=1000))]
+    pub(crate) logprobs: Option<u16>,
+}
+
+/// What ends a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Stop {
+    Text(Vec<u8>),
+    Id(u32),
+}
+
+fn stop(text: &str) -> Result<Stop, String> {
+    if let Some(text) = text.strip_prefix("text:").filter(|text| !text.is_empty()) {
+        return Ok(Stop::Text(text.into()));
+    }
+    if text.is_empty() {
+        return Err("an empty text is everywhere".to_owned());
+    }
+    if text.bytes().all(|b| b.is_ascii_digit()) {
+        return text.parse().map(Stop::Id).map_err(|e| e.to_string());
+    }
+    Ok(Stop::Text(text.into()))
+}
+
+fn bias(text: &str) -> Result<(u32, f32), String> {
+    let (id, value) = text.split_once('=').ok_or("write ID=V, such as 17=-2.5")?;
+    let value: f32 = value.trim().parse().map_err(|e| format!("{value}: {e}"))?;
+    Ok((self::id(id).map_err(|e| format!("{id}: {e}"))?, value))
+}
+
+/// A sequence that is kept in a file.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Session")]
+pub(crate) struct Session {
+    /// Keeps the sequence in a file, and goes on from it: only what is new is read.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) session: Option<PathBuf>,
+
+    /// Bytes of the file for states on the way, from which a text that was edited resumes. One of the
+    /// released model has 465 MB.
+    #[arg(long, value_name = "SIZE", default_value = "1G", requires = "session")]
+    pub(crate) session_checkpoints: String,
+}
+
+const CHAT_EXAMPLES: &str = "\
+Examples:
+  k3 chat /models/kimi-k3 --memory 16G
+  k3 chat /models/kimi-k3 --message \"What is a monad?\" --think low
+  k3 chat /models/kimi-k3 --messages talk.json --json > answer.json
+  k3 chat /models/kimi-k3 --session talk.k3s
+
+Thinking goes to standard error, the answer to standard output. In a dialogue /help lists the commands;
+Ctrl-C ends an answer, and a second one the program.";
+
+#[derive(Debug, Args)]
+#[command(after_help = CHAT_EXAMPLES)]
+pub(crate) struct Chat {
+    /// Says this, prints the answer and ends.
+    #[arg(long, value_name = "TEXT", conflicts_with = "messages")]
+    pub(crate) message: Option<std::ffi::OsString>,
+
+    /// Answers a conversation, a JSON list of messages as for the OpenAI API, and ends; \"-\" is standard
+    /// input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) messages: Option<PathBuf>,
+
+    /// What the model is told first.
+    #[arg(long, value_name = "TEXT", conflicts_with = "messages")]
+    pub(crate) system: Option<String>,
+
+    /// Tools the model may call: a JSON list of declarations.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tools: Option<PathBuf>,
+
+    /// Whether and how much the model thinks: off, on, low, high or max [default: max; off for the demo].
+    #[arg(long, value_name = "EFFORT", value_parser = thinking)]
+    pub(crate) think: Option<k3_core::chat::Thinking>,
+
+    /// Does not show what the model thinks.
+    #[arg(long)]
+    pub(crate) hide_thinking: bool,
+
+    /// Tokens of an answer at most.
+    #[arg(long, value_name = "N", default_value = "2048")]
+    pub(crate) max_tokens: NonZeroUsize,
+
+    /// Positions the conversation may have [default: 4096 in a dialogue, else what is needed].
+    #[arg(long, value_name = "N")]
+    pub(crate) context: Option<usize>,
+
+    /// Guesses up to N tokens from what was said before, and reads them in one pass with the last one; as in
+    /// k3 run.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = speculate)]
+    pub(crate) speculate: usize,
+
+    #[command(flatten)]
+    pub(crate) sampling: Sampling,
+
+    #[command(flatten)]
+    pub(crate) session: Session,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+/// `on` is the effort that the release takes when none is named.
+pub(crate) fn thinking(text: &str) -> Result<k3_core::chat::Thinking, String> {
+    use k3_core::chat::{Effort, Thinking};
+    match text {
+        "off" => Ok(Thinking::Off),
+        "on" => Ok(Thinking::On(Some(Effort::default()))),
+        name => Effort::by_name(name)
+            .map(|effort| Thinking::On(Some(effort)))
+            .ok_or_else(|| "it is off, on, low, high or max".to_owned()),
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct Cachesim {
     /// A trace that k3 run --trace has written.
@@ -457,7 +622,7 @@ pub(crate) struct Perplexity {
 }
 
 #[derive(Debug, Args)]
-#[group(required = true, multiple = false)]
+#[group(multiple = false)]
 pub(crate) struct Prompt {
     /// The text to continue.
     #[arg(long, value_name = "TEXT")]
@@ -470,6 +635,13 @@ pub(crate) struct Prompt {
     /// The token ids to continue, separated by commas.
     #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1, value_parser = id)]
     pub(crate) ids: Option<Vec<u32>>,
+}
+
+impl Prompt {
+    /// Whether none was given.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.prompt.is_none() && self.prompt_file.is_none() && self.ids.is_none()
+    }
 }
 
 /// [`Prompt`] where one need not be given.

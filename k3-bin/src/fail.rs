@@ -2,6 +2,7 @@
 
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
+use k3_platform::session::SessionError;
 use k3_platform::synth::SynthError;
 use std::io::{ErrorKind, Write as _};
 
@@ -107,6 +108,28 @@ impl From<Error> for Failure {
             _ => (IO, None),
         };
         Self { code, message, hint: hint.map(str::to_owned) }
+    }
+}
+
+impl From<SessionError> for Failure {
+    fn from(error: SessionError) -> Self {
+        let message = error.to_string();
+        let (code, hint) = match error {
+            SessionError::Engine(error) => return error.into(),
+            SessionError::Locked { .. } => (USAGE, "wait for it, or name another file with --session"),
+            SessionError::Place { .. } => (USAGE, "name a file in a folder that can be written to"),
+            SessionError::NotAFile { .. } => (USAGE, "--session takes a file, which may not be there yet"),
+            SessionError::NotASession { .. } => (DAMAGED, "--session would replace it; it was left as it is"),
+            SessionError::Version { .. } => (DAMAGED, "name another file; this one was left as it is"),
+            SessionError::OtherModel { .. } => (DAMAGED, "a session belongs to one model; name another file"),
+            SessionError::Damaged { .. } => {
+                (DAMAGED, "it was left as it is; restore it from a copy, or name another file")
+            }
+            SessionError::Read { .. } => (IO, "the session cannot be read"),
+            SessionError::Write { .. } => (IO, "make room, or name a file in another place"),
+            _ => (IO, "see the message"),
+        };
+        Self { code, message, hint: Some(hint.to_owned()) }
     }
 }
 

@@ -3,15 +3,20 @@
 mod args;
 mod batch;
 mod cachesim;
+mod chat;
 mod demo;
 mod fail;
+mod keep;
 mod ladder;
+mod line;
+mod messages;
 mod npy;
 mod output;
 mod perplexity;
 mod plan;
 mod report;
 mod run;
+mod sampling;
 mod signals;
 mod start;
 mod svg;
@@ -28,6 +33,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let done = match cli.command {
         Command::Run(run) => run::run(&run),
+        Command::Chat(chat) => chat::chat(&chat),
         Command::Batch(batch) => batch::batch(&batch),
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
         Command::Plan(plan) => plan::plan(&plan),

@@ -1,26 +1,32 @@
-//! `k3 run`: a prompt in, its greedy continuation out.
+//! `k3 run`: a prompt in, its continuation out.
 
 use crate::args::Run;
 use crate::fail::Failure;
+use crate::keep::Keep;
 use crate::ladder;
 use crate::npy::Npy;
 use crate::output::{self, Output};
 use crate::report::{self, Progress};
+use crate::sampling::{Chosen, Picker};
 use crate::signals;
 use crate::start::{Options, Started, Wanted};
-use crate::text::{self, Source, Streamed};
+use crate::text::{self, Source, Stops, Streamed};
 use k3_core::model::Observer;
 use k3_core::view::{LayerIndex, TokenId};
-use k3_platform::generate::{self, Finish, Generator, Greedy, Listener, Outcome, Stage};
+use k3_platform::engine::Engine;
+use k3_platform::generate::{self, Finish, Generator, Listener, Outcome, Stage};
 use k3_platform::trace;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::json;
 use std::io::Write as _;
 use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Standard output while text streams to it.
 struct Out {
+    stops: Stops,
     streamed: Streamed,
     json: bool,
     /// Whoever read standard output went away: nothing more is computed, and that is no failure.
@@ -30,6 +36,24 @@ struct Out {
 }
 
 impl Out {
+    /// Takes the bytes of a token.
+    fn say(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        let ready = self.stops.push(bytes);
+        self.text.extend_from_slice(&ready);
+        let ready = self.streamed.push(&ready);
+        self.write(&ready)
+    }
+
+    /// Nothing more comes.
+    fn finish(&mut self) -> Result<(), Failure> {
+        let rest = self.stops.finish();
+        self.text.extend_from_slice(&rest);
+        let mut rest = self.streamed.push(&rest);
+        rest.extend(self.streamed.finish());
+        self.write(&rest)?;
+        self.write(if self.text.is_empty() { b"" } else { b"\n" })
+    }
+
     fn write(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         if self.json || bytes.is_empty() || self.closed {
             return Ok(());
@@ -78,11 +102,24 @@ struct Watch<'r> {
     dump: Option<Dump<'r>>,
     vocabulary: Option<Vocabulary<'r>>,
     out: Out,
+    keep: Keep,
+    /// Ends the text after the pass that runs, if nothing may be lost of it.
+    interrupt: Option<Arc<AtomicBool>>,
+    /// Whether the pass was the prompt's last.
+    turned: bool,
+    /// Whether it was one of the prompt's others.
+    reading: bool,
     /// Tokens that were said.
     said: usize,
     max_tokens: usize,
     /// When the first layer of all was done.
     first_layer: Option<Instant>,
+}
+
+impl Watch<'_> {
+    fn is_interrupted(&self) -> bool {
+        self.interrupt.as_ref().is_some_and(|flag| flag.load(Ordering::SeqCst))
+    }
 }
 
 impl Observer for Watch<'_> {
@@ -114,7 +151,10 @@ impl Listener for Watch<'_> {
         if let Some(tracer) = &mut self.tracer {
             tracer.passed()?;
         }
+        (self.turned, self.reading) = (false, false);
         let Stage::Prompt { done, of } = stage else { return Ok(()) };
+        // One id is what a text that goes on has left over.
+        (self.turned, self.reading) = (done == of && of > 1, done < of);
         if let Some((npy, path)) = &mut self.dump {
             npy.write(logits).map_err(|e| Failure::output(path, &e))?;
         }
@@ -126,26 +166,38 @@ impl Listener for Watch<'_> {
         Ok(())
     }
 
+    fn settled(&mut self, engine: &mut Engine) -> Result<ControlFlow<Finish>, Failure> {
+        self.keep.checkpoint(engine, self.turned);
+        // After the prompt's last pass an id is picked first: then there is one that was not read, from which
+        // the next run can go on.
+        let end = self.reading && self.is_interrupted();
+        Ok(if end { ControlFlow::Break(Finish::Cancelled) } else { ControlFlow::Continue(()) })
+    }
+
     /// Sends a token's bytes out, whole characters at a time.
     fn token(&mut self, id: TokenId) -> Result<ControlFlow<Finish>, Failure> {
         self.progress.clear();
         self.said += 1;
         if let Some(vocabulary) = &self.vocabulary {
-            let before = self.out.text.len();
-            vocabulary.decode(id, &mut self.out.text);
-            let ready = self.out.streamed.push(&self.out.text[before..]);
-            self.out.write(&ready)?;
+            let mut bytes = Vec::new();
+            vocabulary.decode(id, &mut bytes);
+            self.out.say(&bytes)?;
         } else {
             // Without a vocabulary the ids are all there is to print.
             let separator = if self.said > 1 { "," } else { "" };
-            let text = format!("{separator}{}", id.0);
-            self.out.text.extend_from_slice(text.as_bytes());
-            self.out.write(text.as_bytes())?;
+            self.out.say(format!("{separator}{}", id.0).as_bytes())?;
         }
-        // To whoever went away, the text is as long as they wanted it; a reader that was not waited for
-        // because of a signal did not go.
-        let finish = if signals::stopped() { Finish::Cancelled } else { Finish::Length };
-        Ok(if self.out.closed { ControlFlow::Break(finish) } else { ControlFlow::Continue(()) })
+        Ok(if self.out.stops.found().is_some() {
+            ControlFlow::Break(Finish::Stop)
+        } else if self.is_interrupted() || (self.out.closed && signals::stopped()) {
+            // A reader that was not waited for because of a signal did not go.
+            ControlFlow::Break(Finish::Cancelled)
+        } else if self.out.closed {
+            // To whoever went away, the text is as long as they wanted it.
+            ControlFlow::Break(Finish::Length)
+        } else {
+            ControlFlow::Continue(())
+        })
     }
 }
 
@@ -169,31 +221,39 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         ladder::end_with(parent)?;
     }
     let options = Options::new(&args.common)?;
-    if let Some(chunk) = args.common.chunk.filter(|c| c.get() <= args.speculate) {
-        let message = format!("--speculate {} reads {} positions in a pass", args.speculate, args.speculate + 1);
-        return Err(Failure::usage(message, format!("--chunk {chunk} allows fewer: raise it, or guess less")));
-    }
+    options.check_guesses(args.speculate)?;
+    let options = if args.session.session.is_some() { options.gentle() } else { options };
     output::check(
-        &[("--dump-logits", args.dump_logits.as_ref()), ("--trace", args.trace.as_ref())],
+        &[
+            ("--dump-logits", args.dump_logits.as_ref()),
+            ("--trace", args.trace.as_ref()),
+            ("--session", args.session.session.as_ref()),
+        ],
         &[("--prompt-file", args.prompt.prompt_file.as_ref())],
         args.common.model.as_deref(),
     )?;
     // A target that cannot be written is refused before anything is read or computed.
     let dump = Output::optional(args.dump_logits.as_ref())?;
     let tracer = Output::optional(args.trace.as_ref())?;
-    let prompt = text::source(&args.prompt, options.budget())?;
+    // Without a prompt a session goes on where it stopped.
+    let resumes = args.session.session.is_some() && args.prompt.is_empty();
+    let prompt = if resumes { Source::Ids(Vec::new()) } else { text::source(&args.prompt, options.budget())? };
     let opened = options.open()?;
+    let vocab = opened.checkpoint.config().vocab_size;
     let mut files = text::vocabulary(&opened.checkpoint, matches!(prompt, Source::Text(_)))?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
+    let chosen = Chosen::new(&args.sampling, vocab, vocabulary.is_some())?;
+    let keep = Keep::open(&args.session, &opened.checkpoint)?;
     let prompt = match (prompt, &vocabulary) {
+        _ if resumes => keep.ids().to_vec(),
         (Source::Ids(ids), _) => ids,
         (Source::Text(bytes), Some(vocabulary)) => vocabulary.encode(&bytes, args.parse_special)?,
         (Source::Text(_), None) => Vec::new(),
     };
-    let context = check_prompt(args, &prompt, opened.checkpoint.config().vocab_size)?;
+    let context = check_prompt(args, &prompt, vocab)?;
     let dump = match args.dump_logits.as_ref().zip(dump) {
         Some((path, out)) => {
-            let shape = [prompt.len(), opened.checkpoint.config().vocab_size];
+            let shape = [prompt.len(), vocab];
             Some((Npy::new(out, &shape).map_err(|e| Failure::output(path, &e))?, path.as_path()))
         }
         None => None,
@@ -204,6 +264,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         all_logits: args.dump_logits.is_some(),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
         speculate: args.speculate,
+        beside: chosen.bytes(vocab) + keep.bytes(context),
         ..Wanted::default()
     })?;
     let config = *run.engine.checkpoint().config();
@@ -211,36 +272,61 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         Some((path, out)) => Some(Tracer::new(path, out, config.num_experts_per_token)?),
         None => None,
     };
-    let out = Out { streamed: Streamed::default(), json: args.common.json, closed: false, text: Vec::new() };
+    let out = Out {
+        stops: chosen.stops(),
+        streamed: Streamed::default(),
+        json: args.common.json,
+        closed: false,
+        text: Vec::new(),
+    };
     let progress = Progress::new(!args.common.quiet, config.num_hidden_layers);
-    let mut watch =
-        Watch { progress, tracer, dump, vocabulary, out, said: 0, max_tokens: args.max_tokens, first_layer: None };
+    let mut watch = Watch {
+        progress,
+        tracer,
+        dump,
+        vocabulary,
+        out,
+        interrupt: keep.is_some().then(|| Arc::clone(&run.stop)),
+        keep,
+        turned: false,
+        reading: false,
+        said: 0,
+        max_tokens: args.max_tokens,
+        first_layer: None,
+    };
+    watch.keep.resume(&mut run.engine, &prompt, args.common.quiet)?;
     let open = started.elapsed();
     let wanted = generate::Wanted {
         max_tokens: args.max_tokens,
         context,
-        stops: &|id| !args.ignore_eos && text::stops(id, &config),
+        stops: &|id| chosen.stops_at(id) || !args.ignore_eos && text::stops(id, &config),
         prompt_logits: args.dump_logits.is_some(),
         incremental: !args.no_incremental,
     };
-    let mut ids = prompt;
+    let (given, mut ids) = (prompt.len(), prompt);
+    let mut picker = chosen.picker(vocab);
     let mut generator = Generator::new(&run.engine);
-    let outcome = generator.generate(&mut run.engine, &mut ids, &wanted, &mut Greedy, &mut watch)?;
+    let outcome = generator.generate(&mut run.engine, &mut ids, &wanted, &mut picker, &mut watch)?;
     watch.progress.clear();
     if let Some(tracer) = watch.tracer.take() {
         tracer.finish()?;
     }
-    let rest = watch.out.streamed.finish();
-    watch.out.write(&rest)?;
-    watch.out.write(if watch.out.text.is_empty() { b"" } else { b"\n" })?;
+    watch.out.finish()?;
+    // What was read is kept before anybody is told that it was.
+    let saved = watch.keep.save(&mut run.engine, &ids, false);
     let first_layer = watch.first_layer.map(|done| done.duration_since(started));
     let times = Times { open, first_layer, total: started.elapsed() };
-    end(args, &run, &ids, &outcome, times, &watch)?;
+    end(args, &run, ids.split_at(given), &outcome, times, &watch, &picker)?;
+    saved?;
     Ok(Started::code(outcome.finish == Finish::Cancelled))
 }
 
 /// Refuses what no pass could run. Returns the context.
 fn check_prompt(args: &Run, prompt: &[TokenId], vocab: usize) -> Result<usize, Failure> {
+    if prompt.is_empty() && args.session.session.is_some() {
+        let hint = "the session is new: begin it with --prompt, --prompt-file or --ids";
+        return Err(Failure::usage("the prompt is empty", hint));
+    }
     text::check_ids(prompt, vocab)?;
     // The last token generated is printed and never read.
     let needed = prompt.len().saturating_add(args.max_tokens.saturating_sub(1));
@@ -256,25 +342,33 @@ fn check_prompt(args: &Run, prompt: &[TokenId], vocab: usize) -> Result<usize, F
 fn end(
     args: &Run,
     run: &Started,
-    ids: &[TokenId],
+    (prompt, generated): (&[TokenId], &[TokenId]),
     outcome: &Outcome,
     times: Times,
     watch: &Watch<'_>,
+    picker: &Picker<'_>,
 ) -> Result<(), Failure> {
     let engine = &run.engine;
     let stats = engine.stats();
     if args.common.json {
         let numbers = |ids: &[TokenId]| ids.iter().map(|id| id.0).collect::<Vec<_>>();
-        let (prompt, generated) = ids.split_at(outcome.prompt);
+        let vocabulary = watch.vocabulary.as_ref();
+        let stop_text = watch.out.stops.found().map(String::from_utf8_lossy);
         let mut io = report::io(&stats, run.direct());
         io["bytes_per_token"] = json!(outcome.read_per_token());
         report::print_json(&json!({
             "model": engine.checkpoint().dir().display().to_string(),
             "prompt_ids": numbers(prompt),
             "generated_ids": numbers(generated),
-            "text": watch.vocabulary.as_ref().map(|_| String::from_utf8_lossy(&watch.out.text)),
+        "text": vocabulary.map(|_| String::from_utf8_lossy(&watch.out.text)),
             "finish_reason": outcome.finish.name(),
-            "usage": {"prompt_tokens": prompt.len(), "generated_tokens": generated.len()},
+            "stopped_by": {"id": outcome.stop.map(|id| id.0), "text": stop_text},
+            "logprobs": picker.json(prompt.len(), generated, vocabulary),
+            "usage": {
+                "prompt_tokens": prompt.len(),
+                "reused_tokens": prompt.len() - outcome.prompt,
+                "generated_tokens": generated.len(),
+            },
             "memory": report::memory(engine.plan()),
             "io": io,
             "speculation": (args.speculate > 0).then(|| report::guesses(&outcome.guesses)),

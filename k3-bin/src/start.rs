@@ -84,6 +84,13 @@ impl<'a> Options<'a> {
         Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)?, gentle: false })
     }
 
+    /// Refuses guesses that a chunk has no room for.
+    pub(crate) fn check_guesses(&self, speculate: usize) -> Result<(), Failure> {
+        let Some(chunk) = self.common.chunk.filter(|c| c.get() <= speculate) else { return Ok(()) };
+        let message = format!("--speculate {speculate} reads {} positions in a pass", speculate + 1);
+        Err(Failure::usage(message, format!("--chunk {chunk} allows fewer: raise it, or guess less")))
+    }
+
     /// A signal does not stop a pass in the middle: whoever listens ends the text after it. So nothing that
     /// was read is lost.
     pub(crate) fn gentle(self) -> Self {

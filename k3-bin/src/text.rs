@@ -25,7 +25,10 @@ pub(crate) fn source(prompt: &crate::args::Prompt, budget: u64) -> Result<Source
     if let Some(text) = &prompt.prompt {
         return Ok(Source::Text(text.clone().into_vec()));
     }
-    let path = prompt.prompt_file.as_deref().unwrap_or(Path::new("-"));
+    let Some(path) = &prompt.prompt_file else {
+        let hint = "give --prompt TEXT, --prompt-file PATH or --ids 1,2,3";
+        return Err(Failure::usage("there is no prompt", hint));
+    };
     Ok(Source::Text(read(path, "--prompt-file", budget)?))
 }
 
@@ -113,6 +116,57 @@ impl Streamed {
     }
 }
 
+/// Texts that end a text. What could be the beginning of one is held back, and nothing else.
+#[derive(Debug, Default)]
+pub(crate) struct Stops {
+    texts: Vec<Vec<u8>>,
+    held: Vec<u8>,
+    found: Option<usize>,
+}
+
+impl Stops {
+    pub(crate) fn new(texts: Vec<Vec<u8>>) -> Self {
+        Self { texts, ..Self::default() }
+    }
+
+    /// The text that was found.
+    pub(crate) fn found(&self) -> Option<&[u8]> {
+        self.found.map(|i| &self.texts[i][..])
+    }
+
+    /// Takes bytes, and gives those that are certainly before any of the texts. After one was found there
+    /// are none.
+    pub(crate) fn push(&mut self, bytes: &[u8]) -> Vec<u8> {
+        if self.texts.is_empty() {
+            return bytes.to_vec();
+        }
+        let mut ready = Vec::new();
+        for &byte in bytes {
+            if self.found.is_some() {
+                break;
+            }
+            self.held.push(byte);
+            // Of several that end here, the one that began first.
+            let ends = (0..self.texts.len()).filter(|&i| self.held.ends_with(&self.texts[i]));
+            self.found = ends.max_by_key(|&i| (self.texts[i].len(), std::cmp::Reverse(i)));
+            if let Some(i) = self.found {
+                self.held.truncate(self.held.len() - self.texts[i].len());
+                ready.append(&mut self.held);
+            } else {
+                let may = |from: usize| self.texts.iter().any(|text| text.starts_with(&self.held[from..]));
+                let from = (0..self.held.len()).find(|&from| may(from)).unwrap_or(self.held.len());
+                ready.extend(self.held.drain(..from));
+            }
+        }
+        ready
+    }
+
+    /// What was held back when nothing more comes.
+    pub(crate) fn finish(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.held)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,5 +181,36 @@ mod tests {
         assert_eq!(s.push(b"x"), b"\xe2\x82x");
         assert_eq!(s.push(b"\xf0\x9f"), b"");
         assert_eq!(s.finish(), b"\xf0\x9f");
+    }
+
+    /// However the bytes are cut, what comes out is what is before the first stop, and at each moment only a
+    /// beginning of a stop is held back.
+    #[test]
+    fn stop_texts_are_found_across_any_cut() {
+        let cases: [(&[&str], &str, &str, Option<&str>); 9] = [
+            (&["END"], "one END two", "one ", Some("END")),
+            (&["END"], "E EN ENEND", "E EN EN", Some("END")),
+            (&["aab"], "aaab", "a", Some("aab")),
+            (&["abab"], "ababab", "", Some("abab")),
+            (&["xyz", "yz"], "wxyz", "w", Some("xyz")),
+            (&["long stop", "st"], "a long stop", "a long ", Some("st")),
+            (&["\u{20ac}"], "5 \u{20ac}!", "5 ", Some("\u{20ac}")),
+            (&["END"], "nothing EN", "nothing EN", None),
+            (&[], "all", "all", None),
+        ];
+        for (texts, text, before, found) in cases {
+            let texts: Vec<Vec<u8>> = texts.iter().map(|t| t.as_bytes().to_vec()).collect();
+            for size in 1..=text.len() {
+                let mut stops = Stops::new(texts.clone());
+                let mut out = Vec::new();
+                for part in text.as_bytes().chunks(size) {
+                    out.extend(stops.push(part));
+                    assert!(stops.held.is_empty() || texts.iter().any(|t| t.starts_with(&stops.held)));
+                }
+                assert_eq!(stops.found(), found.map(str::as_bytes), "{text}");
+                out.extend(stops.finish());
+                assert_eq!(out, before.as_bytes(), "{text} by {size}");
+            }
+        }
     }
 }

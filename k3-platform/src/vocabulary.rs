@@ -5,9 +5,10 @@ use crate::checkpoint::{Checkpoint, SMALL_FILE, read_small};
 use crate::error::Error;
 use crate::io::Source as Opener;
 use k3_core::carve::Line;
+use k3_core::chat::{Call, Part, Prompt, RenderError};
 use k3_core::json::{Event, JsonError, Parser};
 use k3_core::tokenizer::{
-    ControlText, Decoder, Specials, UnknownId, Vocab, encode, encode_with_specials, longest_piece, scratch_len,
+    Control, ControlText, Decoder, Specials, UnknownId, Vocab, encode, encode_with_specials, longest_piece, scratch_len,
 };
 use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
@@ -170,6 +171,46 @@ impl Vocabulary<'_> {
     /// [`UnknownId`] if it is out of range; nothing was appended then.
     pub fn decode_as(&self, id: TokenId, controls: ControlText, out: &mut Vec<u8>) -> Result<(), UnknownId> {
         Decoder::new(&self.vocab, &self.specials, controls).push(id, |part| out.extend_from_slice(part))
+    }
+
+    /// The id of a control.
+    #[must_use]
+    pub const fn id(&self, control: Control) -> TokenId {
+        self.specials.id(control)
+    }
+
+    /// Which control an id is, if it is one.
+    #[must_use]
+    pub fn control(&self, id: TokenId) -> Option<Control> {
+        self.specials.control(id)
+    }
+
+    /// Appends the ids of a part of a conversation. Its text is ordinary text, whatever it spells.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] as for [`Vocabulary::encode`].
+    pub fn append(&self, part: Part<'_>, ids: &mut Vec<TokenId>) -> Result<(), Error> {
+        match part {
+            Part::Control(control) => ids.push(self.id(control)),
+            Part::Text(text) => ids.extend(self.encode(text, false)?),
+        }
+        Ok(())
+    }
+
+    /// The ids of a whole conversation, up to where the model goes on; with `after` only those that follow
+    /// what the model has in its state, whose last message had these calls.
+    ///
+    /// # Errors
+    /// [`RenderError`] if the conversation is refused.
+    pub fn render(&self, prompt: &Prompt<'_>, after: Option<&[Call<'_>]>) -> Result<Vec<TokenId>, RenderError<Error>> {
+        let mut text = vec![0; prompt.text_len().map_err(RenderError::<Error>::from)?];
+        let mut ids = Vec::new();
+        let part = |part: Part<'_>| self.append(part, &mut ids);
+        match after {
+            None => prompt.render(&mut text, part)?,
+            Some(calls) => prompt.render_more(calls, &mut text, part)?,
+        }
+        Ok(ids)
     }
 
     /// Whether an id ends a text.

@@ -102,6 +102,7 @@ fn a_position_of_the_release_costs_what_its_latents_take() {
         sequences: 1,
         policy: Policy::default(),
         touched: 0,
+        beside: 0,
     };
     let context = |plan: &Plan| plan.ledger.entries.iter().find(|e| e.name == "context").expect("a line").bytes;
     for positions in [1, 1000, 32_768, 1 << 20] {

@@ -79,6 +79,41 @@ fn a_split_anywhere_changes_no_bit() {
     }
 }
 
+/// After a pass on trial whose guesses were wrong from some place on, what is kept is what a plain run keeps.
+#[test]
+fn guesses_leave_no_trace_in_a_session() {
+    for dir in checkpoints() {
+        let vocab = vocab(&dir);
+        let all = ids(16, vocab);
+        let expected = read(&mut started(&dir, 5), &all);
+        for (guessed, right) in [(1, 0), (3, 0), (3, 1), (4, 3), (2, 2)] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = file(&folder);
+            let end = 7 + right;
+            {
+                let how = How { chunk: Some(5), speculate: 4, ..How::default() };
+                let mut engine = engine(open(&dir, Mode::Buffered).unwrap(), &how, 16, CONTEXT).unwrap();
+                let mut s = session(&path, &dir, MUCH).unwrap();
+                s.resume(&mut engine, &all).unwrap();
+                read(&mut engine, &all[..6]);
+                let mut trial = all[6..7 + guessed].to_vec();
+                for wrong in &mut trial[1 + right..] {
+                    wrong.0 = (wrong.0 + 1) % u32::try_from(vocab).unwrap();
+                }
+                engine.verify(&trial, &mut vec![0.0; trial.len() * vocab], &mut ()).unwrap();
+                engine.commit(1 + right).unwrap();
+                assert_eq!(engine.position(), end);
+                s.checkpoint(&mut engine, true).unwrap();
+                s.save(&mut engine, &all[..end]).unwrap();
+            }
+            let mut engine = started(&dir, 3);
+            session(&path, &dir, MUCH).unwrap().resume(&mut engine, &all).unwrap();
+            assert_eq!(engine.position(), end);
+            assert!(read(&mut engine, &all) == expected[end * vocab..], "{right} of {guessed} were right");
+        }
+    }
+}
+
 /// A text that was edited resumes from the last state before the edit, with the bits of a fresh run.
 #[test]
 fn edits_resume_from_a_checkpoint() {
