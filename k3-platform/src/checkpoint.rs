@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::experts;
 use crate::index::Index;
-use crate::io::{FileSet, Source as Opener, open_limit, read_exact_at};
+use crate::io::{FileSet, PATIENCE, Source as Opener, open_limit, read_exact_at};
 use crate::plan::{Plan, Request, Sizes, plan};
 use crate::segment::{Place, Source};
 use k3_core::checkpoint::{GlobalTensor, Tensor, head_tensors, layer_tensors};
@@ -11,6 +11,7 @@ use k3_core::config::ModelConfig;
 use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// `config.json` and the like are not larger than this (bytes). The released ones have a few thousand.
 pub(crate) const SMALL_FILE: u64 = 1 << 20;
@@ -23,6 +24,7 @@ pub struct Checkpoint {
     opener: Arc<dyn Opener>,
     walk: Vec<Vec<Source>>,
     expert_bytes: usize,
+    patience: Duration,
 }
 
 impl std::fmt::Debug for Checkpoint {
@@ -61,7 +63,7 @@ impl Checkpoint {
         let index = Index::open(dir, &*opener, &config)?;
         let walk = walk(&config, &index);
         let expert_bytes = experts::slot_bytes(&config, |t| index.place(t, &config));
-        Ok(Self { dir: dir.to_owned(), config, index, opener, walk, expert_bytes })
+        Ok(Self { dir: dir.to_owned(), config, index, opener, walk, expert_bytes, patience: PATIENCE })
     }
 
     /// The model's dimensions.
@@ -104,7 +106,12 @@ impl Checkpoint {
     #[must_use]
     pub fn files(&self) -> FileSet {
         let files = self.index.shards().iter().map(|s| (self.dir.join(&s.name), s.stamp)).collect();
-        FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit())
+        FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit()).with_patience(self.patience)
+    }
+
+    /// Says how long a read may bring nothing before a pass gives up; [`PATIENCE`] if nobody says.
+    pub const fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// Where a row of the embedding lies, and how many bytes it has.

@@ -12,7 +12,7 @@ use std::time::Duration;
 pub use crate::io::Priority;
 
 /// How long a stop request can go unseen while a read is waited for.
-const PATIENCE: Duration = Duration::from_millis(50);
+const GLANCE: Duration = Duration::from_millis(50);
 
 /// A segment that has arrived, or has not.
 pub type Fetched = Done<u64>;
@@ -87,14 +87,37 @@ impl Fetch {
     /// Waits for an answer.
     ///
     /// # Errors
-    /// [`Error::Stopped`] once the stop flag is set.
+    /// [`Error::Stopped`] once the stop flag is set; [`Error::Read`] if a read brings nothing for longer
+    /// than the files' [patience](FileSet::patience).
     pub fn wait(&self, answers: &Receiver<Fetched>) -> Result<Fetched, Error> {
         loop {
-            match answers.recv_timeout(PATIENCE) {
-                Ok(fetched) => return Ok(fetched),
-                Err(RecvTimeoutError::Timeout) => self.check()?,
-                Err(RecvTimeoutError::Disconnected) => return Err(Error::Order),
+            match self.glance(answers)? {
+                Some(fetched) => return Ok(fetched),
+                None => self.check()?,
             }
+        }
+    }
+
+    /// Waits for an answer though the stop flag may be set: what is on its way has to be taken back.
+    ///
+    /// # Errors
+    /// [`Error::Read`] if a read brings nothing for too long.
+    pub fn outlast(&self, answers: &Receiver<Fetched>) -> Result<Fetched, Error> {
+        loop {
+            if let Some(fetched) = self.glance(answers)? {
+                return Ok(fetched);
+            }
+        }
+    }
+
+    fn glance(&self, answers: &Receiver<Fetched>) -> Result<Option<Fetched>, Error> {
+        match answers.recv_timeout(GLANCE) {
+            Ok(fetched) => Ok(Some(fetched)),
+            Err(RecvTimeoutError::Timeout) => match self.pool.stalled(self.files.patience()) {
+                Some(stalled) => Err(stalled.into()),
+                None => Ok(None),
+            },
+            Err(RecvTimeoutError::Disconnected) => Err(Error::Order),
         }
     }
 }

@@ -189,7 +189,7 @@ impl Trunk {
         if at_end && self.next_pass {
             self.next_pass = false;
         } else if !(at_start && !self.next_pass && self.next == start) {
-            self.drain();
+            self.drain(fetch)?;
             (self.next, self.next_pass) = (start, false);
         }
         (self.cursor, self.piece, self.head) = (start, 0, head);
@@ -197,18 +197,19 @@ impl Trunk {
     }
 
     /// Waits for everything on its way and frees it.
-    fn drain(&mut self) {
+    fn drain(&mut self, fetch: &Fetch) -> Result<(), Error> {
         self.free.extend(self.current.take());
-        let mut expected = self.asked.len() - self.arrived.len();
         for (spot, buffer) in std::mem::take(&mut self.arrived) {
             self.give_back(spot, buffer.ok());
+            self.asked.pop_back();
         }
-        while expected > 0 {
-            let Ok(fetched) = self.receiver.recv() else { break };
+        // What is left are as many as are on their way, though not those by name.
+        while !self.asked.is_empty() {
+            let fetched = fetch.outlast(&self.receiver)?;
             self.give_back(Spot::of(fetched.tag), Some(fetched.buffer));
-            expected -= 1;
+            self.asked.pop_back();
         }
-        self.asked.clear();
+        Ok(())
     }
 
     /// Frees a ring slot; the buffer of a segment that would have been kept goes back to the system.

@@ -3,6 +3,7 @@
 mod alloc;
 mod budgets;
 mod counting;
+mod faults;
 mod generate;
 mod identity;
 mod ops;
@@ -11,5 +12,6 @@ mod refusals;
 mod run;
 mod sequences;
 mod session;
+mod soak;
 mod stops;
 mod synth;

@@ -135,6 +135,15 @@ impl File {
     }
 }
 
+/// Bytes that this user may still write in the file system of a folder.
+///
+/// # Errors
+/// The system's.
+pub fn free_space(dir: &Path) -> io::Result<u64> {
+    let fs = rustix::fs::statvfs(dir)?;
+    Ok(fs.f_bavail.saturating_mul(fs.f_frsize))
+}
+
 /// `Ok` if the error is how a file system says that it has no direct reads; else the error.
 fn cannot_be_direct(error: io::Error) -> io::Result<()> {
     match rustix::io::Errno::from_io_error(&error) {

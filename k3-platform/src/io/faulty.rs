@@ -23,8 +23,14 @@ pub struct Faults {
     pub late_by: Duration,
     /// This read fails with an I/O error; counted from 0 over all files that are hit.
     pub fail_read: Option<u64>,
+    /// This read never returns.
+    pub hang_read: Option<u64>,
+    /// This read panics.
+    pub panic_read: Option<u64>,
     /// Files end here, in bytes, though they were longer when opened.
     pub truncate: Option<u64>,
+    /// Reads before this one still see them whole.
+    pub truncate_from: u64,
     /// Only files with this name are hit; `None` for all.
     pub only: Option<String>,
 }
@@ -89,6 +95,10 @@ impl ReadAt for FaultyFile {
         if faults.fail_read == Some(number) {
             return Err(rustix::io::Errno::IO.into());
         }
+        assert!(faults.panic_read != Some(number), "a panic that was asked for");
+        while faults.hang_read == Some(number) {
+            std::thread::park();
+        }
         if hit(0, faults.late) {
             std::thread::sleep(faults.late_by);
         }
@@ -104,7 +114,8 @@ impl ReadAt for FaultyFile {
             len = len.min(kept * align);
         }
         let count = self.file.read_at(&mut buf[..len], offset)?;
-        let end = faults.truncate.unwrap_or(u64::MAX).saturating_sub(offset);
+        let end = faults.truncate.filter(|_| number >= faults.truncate_from);
+        let end = end.unwrap_or(u64::MAX).saturating_sub(offset);
         Ok(usize::try_from(end).map_or(count, |end| count.min(end)))
     }
 

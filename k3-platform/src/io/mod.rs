@@ -21,10 +21,10 @@ use std::sync::Arc;
 
 use crate::aligned::{self, AlignedBuf};
 
-pub use disk::{Disk, File, Mode};
+pub use disk::{Disk, File, Mode, free_space};
 pub use faulty::{Faults, Faulty};
 pub use pool::{Done, Extent, Job, Priority, ReadPool};
-pub use set::{Changed, FileSet, open_limit};
+pub use set::{Changed, FileSet, PATIENCE, open_limit};
 
 /// The largest value [`ReadAt::alignment`] may have, in bytes. A buffer sized with room for it fits
 /// every file.
@@ -172,6 +172,11 @@ pub enum ReadFault {
         /// Bytes the buffer has.
         given: usize,
     },
+    /// No byte came, and no answer.
+    Stalled {
+        /// For so long.
+        seconds: u64,
+    },
     /// The reader panicked: a bug.
     Panicked,
 }
@@ -189,6 +194,9 @@ impl std::fmt::Display for ReadError {
             ReadFault::Buffer { needed, given } => {
                 write!(f, "read at byte {offset} needs a buffer of {needed} bytes and has {given}")
             }
+            ReadFault::Stalled { seconds } => {
+                write!(f, "read at byte {offset} has brought nothing for {seconds} s")
+            }
             ReadFault::Panicked => write!(f, "the reader panicked at byte {offset}"),
         }
     }
@@ -198,7 +206,11 @@ impl std::error::Error for ReadError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match &self.fault {
             ReadFault::System(error) => Some(error),
-            ReadFault::Ended { .. } | ReadFault::Shrank { .. } | ReadFault::Buffer { .. } | ReadFault::Panicked => None,
+            ReadFault::Ended { .. }
+            | ReadFault::Shrank { .. }
+            | ReadFault::Buffer { .. }
+            | ReadFault::Stalled { .. }
+            | ReadFault::Panicked => None,
         }
     }
 }

@@ -7,10 +7,12 @@
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use super::{ReadAt, ReadError, ReadFault, Window, error, read_window};
 use crate::aligned::AlignedBuf;
@@ -78,13 +80,26 @@ struct Queue {
     urgent: VecDeque<Task>,
     prefetch: VecDeque<Task>,
     closed: bool,
+    /// Jobs that are being read.
+    active: usize,
 }
 
-#[derive(Default)]
 struct Shared {
     queue: Mutex<Queue>,
     ready: Condvar,
+    /// Nothing is being read any more.
+    idle: Condvar,
     bytes: AtomicU64,
+    /// What each thread waits for the system to answer.
+    waits: Vec<Mutex<Option<Wait>>>,
+}
+
+/// A read the system has not answered.
+struct Wait {
+    file: Arc<dyn ReadAt>,
+    offset: u64,
+    /// When the last byte came, or the read began.
+    since: Instant,
 }
 
 impl Shared {
@@ -94,10 +109,14 @@ impl Shared {
     }
 }
 
+/// How long a pool that is dropped waits for the reads in flight.
+const GRACE: Duration = Duration::from_secs(2);
+
 /// Reader threads with a queue in front of them.
 ///
 /// Dropping the pool waits for the reads in flight and forgets the jobs that have not started; their
-/// senders are dropped without an answer.
+/// senders are dropped without an answer. A read that does not return within two seconds is left to
+/// its thread, which ends when the system answers: nobody who gave up on a disk has to wait for it.
 pub struct ReadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
@@ -114,11 +133,19 @@ impl ReadPool {
     /// # Errors
     /// The system's, if it refuses a thread.
     pub fn new(threads: usize) -> io::Result<Self> {
-        let mut pool = Self { shared: Arc::default(), workers: Vec::new() };
-        for i in 0..threads.max(1) {
+        let threads = threads.max(1);
+        let shared = Shared {
+            queue: Mutex::default(),
+            ready: Condvar::new(),
+            idle: Condvar::new(),
+            bytes: AtomicU64::new(0),
+            waits: (0..threads).map(|_| Mutex::default()).collect(),
+        };
+        let mut pool = Self { shared: Arc::new(shared), workers: Vec::new() };
+        for i in 0..threads {
             let shared = Arc::clone(&pool.shared);
             let builder = thread::Builder::new().name(format!("k3-read-{i}")).stack_size(Self::STACK);
-            pool.workers.push(builder.spawn(move || work(&shared))?);
+            pool.workers.push(builder.spawn(move || work(&shared, i))?);
         }
         Ok(pool)
     }
@@ -147,6 +174,16 @@ impl ReadPool {
     pub fn bytes_read(&self) -> u64 {
         self.shared.bytes.load(Ordering::Relaxed)
     }
+
+    /// The read that has brought no byte for longest, if that is at least `limit`.
+    #[must_use]
+    pub fn stalled(&self, limit: Duration) -> Option<ReadError> {
+        let waits = self.shared.waits.iter().map(|w| w.lock().unwrap_or_else(PoisonError::into_inner));
+        let oldest = waits.filter(|w| w.is_some()).min_by_key(|w| w.as_ref().map(|w| w.since))?;
+        let Wait { file, offset, since } = oldest.as_ref()?;
+        let waited = since.elapsed();
+        (waited >= limit).then(|| error(&**file, *offset, ReadFault::Stalled { seconds: waited.as_secs() }))
+    }
 }
 
 impl std::fmt::Debug for ReadPool {
@@ -163,6 +200,14 @@ impl Drop for ReadPool {
         drop(queue);
         drop(forgotten);
         self.shared.ready.notify_all();
+        let queue = self.shared.lock();
+        let busy = |queue: &mut Queue| queue.active > 0;
+        let (queue, left) =
+            self.shared.idle.wait_timeout_while(queue, GRACE, busy).unwrap_or_else(PoisonError::into_inner);
+        drop(queue);
+        if left.timed_out() {
+            return;
+        }
         for worker in self.workers.drain(..) {
             // Panics of a read are caught and answered; there is nothing else to hear.
             let _ended = worker.join();
@@ -171,7 +216,7 @@ impl Drop for ReadPool {
 }
 
 /// What a reader thread does.
-fn work(shared: &Shared) {
+fn work(shared: &Shared, number: usize) {
     loop {
         let mut queue = shared.lock();
         let Task { extents, mut buffer, answer } = loop {
@@ -183,27 +228,76 @@ fn work(shared: &Shared) {
             }
             queue = shared.ready.wait(queue).unwrap_or_else(PoisonError::into_inner);
         };
+        queue.active += 1;
         drop(queue);
         let result = extents.iter().try_for_each(|extent| {
             // The buffer's contents are unspecified after an error, so a broken-off write is fine.
-            let read = catch_unwind(AssertUnwindSafe(|| read(extent, &mut buffer)));
+            let read = catch_unwind(AssertUnwindSafe(|| {
+                let watched = Watched { file: &extent.file, wait: &shared.waits[number] };
+                watched.set(Some(extent.window.start()));
+                read(extent, &watched, &mut buffer)
+            }));
+            *shared.waits[number].lock().unwrap_or_else(PoisonError::into_inner) = None;
             let panicked = |_| Err(error(&*extent.file, extent.window.start(), ReadFault::Panicked));
             shared.bytes.fetch_add(read.unwrap_or_else(panicked)?, Ordering::Relaxed);
             Ok(())
         });
         answer(buffer, result);
+        let mut queue = shared.lock();
+        queue.active -= 1;
+        if queue.active == 0 {
+            shared.idle.notify_all();
+        }
     }
 }
 
-fn read(extent: &Extent, buffer: &mut AlignedBuf) -> Result<u64, ReadError> {
-    let Extent { file, window, at } = extent;
+fn read(extent: &Extent, file: &dyn ReadAt, buffer: &mut AlignedBuf) -> Result<u64, ReadError> {
+    let Extent { window, at, .. } = extent;
     let given = buffer.len();
     match buffer.get_mut(*at..).and_then(|rest| rest.get_mut(..window.len())) {
-        Some(place) => read_window(&**file, place, *window),
+        Some(place) => read_window(file, place, *window),
         None => {
             let needed = at.saturating_add(window.len());
-            Err(error(&**file, window.start(), ReadFault::Buffer { needed, given }))
+            Err(error(file, window.start(), ReadFault::Buffer { needed, given }))
         }
+    }
+}
+
+/// A file whose reads can be seen waiting.
+struct Watched<'a> {
+    file: &'a Arc<dyn ReadAt>,
+    wait: &'a Mutex<Option<Wait>>,
+}
+
+impl Watched<'_> {
+    fn set(&self, offset: Option<u64>) {
+        let wait = offset.map(|offset| Wait { file: Arc::clone(self.file), offset, since: Instant::now() });
+        *self.wait.lock().unwrap_or_else(PoisonError::into_inner) = wait;
+    }
+}
+
+impl ReadAt for Watched<'_> {
+    fn len(&self) -> io::Result<u64> {
+        self.file.len()
+    }
+
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let count = self.file.read_at(buf, offset)?;
+        // An interruption is no answer: it leaves the clock running.
+        self.set(Some(offset.saturating_add(count as u64)));
+        Ok(count)
+    }
+
+    fn alignment(&self) -> usize {
+        self.file.alignment()
+    }
+
+    fn path(&self) -> &Path {
+        self.file.path()
+    }
+
+    fn stamp(&self) -> Option<super::Stamp> {
+        self.file.stamp()
     }
 }
 
@@ -212,7 +306,6 @@ mod tests {
     use super::super::testkit::{bytes, write};
     use super::super::{Disk, Faults, Faulty, FileSet, Mode, Source};
     use super::*;
-    use std::path::Path;
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
@@ -328,6 +421,30 @@ mod tests {
         open.send(()).unwrap();
         ender.join().unwrap();
         assert_eq!(receive.iter().map(|done| done.tag).collect::<Vec<_>>(), [1]);
+    }
+
+    #[test]
+    fn a_read_without_an_answer_is_named_and_left_behind() {
+        let (open, file) = gate();
+        let pool = ReadPool::new(2).unwrap();
+        assert!(pool.stalled(Duration::ZERO).is_none());
+        let (send, receive) = channel();
+        let extents = vec![extent(&file, 7, 1, 0)];
+        pool.submit(Priority::Urgent, Job { tag: 1, extents, buffer: AlignedBuf::zeroed(4096).unwrap() }, &send);
+        let error = loop {
+            match pool.stalled(Duration::from_millis(1)) {
+                Some(error) => break error,
+                None => thread::yield_now(),
+            }
+        };
+        assert!(pool.stalled(Duration::from_secs(1000)).is_none());
+        assert!(matches!(error.fault, ReadFault::Stalled { .. }) && error.offset == 7, "{error}");
+        assert_eq!(error.path, Path::new("gate"));
+        // It does not hold up whoever gives up, and its answer is still one.
+        drop(pool);
+        assert!(receive.try_recv().is_err());
+        open.send(()).unwrap();
+        assert_eq!(receive.recv_timeout(Duration::from_secs(60)).unwrap().tag, 1);
     }
 
     #[test]

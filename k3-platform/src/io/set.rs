@@ -12,6 +12,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -50,9 +51,12 @@ impl std::fmt::Display for Changed {
 
 impl std::error::Error for Changed {}
 
+/// How long a read may bring nothing, unless somebody says otherwise.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
 /// A list of files of which a bounded number is open. Clones are the same set.
 #[derive(Clone)]
-pub struct FileSet(Arc<Inner>);
+pub struct FileSet(Arc<Inner>, Duration);
 
 struct Inner {
     source: Arc<dyn Source>,
@@ -96,7 +100,19 @@ impl FileSet {
         let slots = paths.iter().map(|_| Slot::Closed).collect();
         let facts = vec![None; paths.len()];
         let state = State { slots, facts, stamps, open: 0, limit: limit.max(1), clock: 0 };
-        Self(Arc::new(Inner { source, paths, state: Mutex::new(state), changed: Condvar::new() }))
+        Self(Arc::new(Inner { source, paths, state: Mutex::new(state), changed: Condvar::new() }), PATIENCE)
+    }
+
+    /// The same set with another [`PATIENCE`].
+    #[must_use]
+    pub fn with_patience(self, patience: Duration) -> Self {
+        Self(self.0, patience)
+    }
+
+    /// How long a read may bring nothing before whoever waits for it gives up.
+    #[must_use]
+    pub const fn patience(&self) -> Duration {
+        self.1
     }
 
     /// Number of files in the set.
