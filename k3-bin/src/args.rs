@@ -49,8 +49,23 @@ pub(crate) enum Command {
     /// Prints the text of token ids, byte for byte.
     Detokenize(Detokenize),
 
+    /// Says what this machine, its disk and a checkpoint can do, and what to type.
+    Doctor(Box<Doctor>),
+
+    /// Says what the bytes of a checkpoint are: every tensor, counted and held against the files.
+    Inspect(Box<Inspect>),
+
+    /// Checks a checkpoint: structure, digests, scales, and outputs against those of another engine.
+    Verify(Box<Verify>),
+
     /// Replays an expert trace against arenas of other sizes.
     Cachesim(Cachesim),
+
+    /// Prints a script that completes command lines.
+    Completions(Completions),
+
+    /// Prints the manual page.
+    Man,
 
     /// Writes a checkpoint of placeholders, for measuring and for tests.
     #[command(hide = true)]
@@ -123,6 +138,11 @@ pub(crate) struct Common {
     /// How weights are read.
     #[arg(long, value_enum, default_value_t = Io::Direct)]
     pub(crate) io: Io,
+
+    /// Seconds that a read may bring nothing before the command gives up; 0 waits for ever
+    /// [default: 60].
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) io_timeout: Option<u32>,
 
     /// Which experts stay in memory.
     #[arg(long, value_enum, default_value_t = Experts::Frequency)]
@@ -584,6 +604,127 @@ pub(crate) struct Plan {
 
     #[command(flatten)]
     pub(crate) common: Common,
+}
+
+const DOCTOR_HELP: &str = "\
+What is measured takes a few seconds and reads at most some gigabytes, past the page cache. Without
+MODEL_DIR it is the disk under the current folder, by a file that is written there and removed.
+
+The exit code is 0 if the model can run, however slowly; 3 if it is damaged or incomplete, 4 if there is
+too little memory for it.
+
+Examples:
+  k3 doctor
+  k3 doctor /models/kimi-k3
+  k3 doctor /models/kimi-k3 --memory 16G --json > machine.json";
+
+#[derive(Debug, Args)]
+#[command(after_help = DOCTOR_HELP)]
+pub(crate) struct Doctor {
+    /// Positions the sequence may have.
+    #[arg(long, value_name = "N", default_value_t = PLAN_CONTEXT)]
+    pub(crate) context: usize,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+const INSPECT_HELP: &str = "\
+Examples:
+  k3 inspect /models/kimi-k3
+  k3 inspect /models/kimi-k3 --memory 16G --json";
+
+#[derive(Debug, Args)]
+#[command(after_help = INSPECT_HELP)]
+pub(crate) struct Inspect {
+    /// Positions of the sequence that the plan is made for.
+    #[arg(long, value_name = "N", default_value_t = PLAN_CONTEXT)]
+    pub(crate) context: usize,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+const VERIFY_HELP: &str = "\
+Without options: every shard is there with the length and the header it should have, index, config,
+shards and vocabulary agree, no tensor is missing, twice, or of another model. This reads the headers
+only. All faults are listed, each with what fetches that file again.
+
+--hash reads every byte. FILE is what sha256sum prints, or the listing of a model hub saved as JSON (an
+array of files with \"path\", \"size\" and \"lfs\", or a model with \"siblings\"). Files that a listing has
+no SHA-256 for are held against their sizes. What was digested is recorded in k3/ in $XDG_CACHE_HOME or
+~/.cache as long as something is left to do, so a check that was stopped goes on where it was.
+
+--logits compares after each of --ids; a file of fewer rows is that of the last ids. --layers compares the
+running sum that leaves each layer: DIR has a file for each layer, such as layer-007.npy, [ids, hidden];
+one file of [layers, ids, hidden] will do as well. Files are .npy (<f4, <f8), safetensors of one tensor
+(F32, BF16), or raw f32. What a layer may be off by is --layer-budget times the standard deviation of its
+reference.
+
+The exit code is 0 if all is well, 1 if a check that was asked for failed, 3 if the checkpoint is damaged or
+incomplete.
+
+Examples:
+  k3 verify /models/kimi-k3
+  k3 verify /models/kimi-k3 --hash SHA256SUMS --scales
+  k3 verify /models/kimi-k3 --ids 1,2,3 --logits reference.npy --tolerance 0.01
+  k3 verify /models/kimi-k3 --ids 1,2,3 --layers hidden/";
+
+#[derive(Debug, Args)]
+#[command(after_help = VERIFY_HELP)]
+pub(crate) struct Verify {
+    /// Holds every file against its SHA-256.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) hash: Option<PathBuf>,
+
+    /// Digests files again that an earlier check has digested.
+    #[arg(long, requires = "hash")]
+    pub(crate) again: bool,
+
+    /// Looks at the scale bytes of every expert.
+    #[arg(long)]
+    pub(crate) scales: bool,
+
+    /// The token ids that are run, separated by commas.
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', num_args = 1, value_parser = id)]
+    pub(crate) ids: Vec<u32>,
+
+    /// Compares the logits with those of a file.
+    #[arg(long, value_name = "FILE", requires = "ids")]
+    pub(crate) logits: Option<PathBuf>,
+
+    /// Compares what leaves each layer with the files of a directory.
+    #[arg(long, value_name = "DIR", requires = "ids")]
+    pub(crate) layers: Option<PathBuf>,
+
+    /// What a logit may be off by.
+    #[arg(long, value_name = "X", default_value_t = 5e-3, requires = "logits")]
+    pub(crate) tolerance: f64,
+
+    /// What a layer may be off by, as a share of its reference's standard deviation.
+    #[arg(long, value_name = "X", default_value_t = 3e-3, requires = "layers")]
+    pub(crate) layer_budget: f64,
+
+    /// How many of the largest logits are compared as a set.
+    #[arg(long, value_name = "K", default_value_t = 10, requires = "logits")]
+    pub(crate) top: usize,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+const COMPLETIONS_HELP: &str = "\
+Examples:
+  k3 completions bash > ~/.local/share/bash-completion/completions/k3
+  k3 completions zsh > \"${fpath[1]}/_k3\"
+  k3 completions fish > ~/.config/fish/completions/k3.fish";
+
+#[derive(Debug, Args)]
+#[command(after_help = COMPLETIONS_HELP)]
+pub(crate) struct Completions {
+    /// For which shell.
+    #[arg(value_enum)]
+    pub(crate) shell: clap_complete::Shell,
 }
 
 const PERPLEXITY_HELP: &str = "\

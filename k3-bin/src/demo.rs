@@ -71,10 +71,10 @@ const NAME_ONE: &str = "name a checkpoint directory, or set K3_MODEL";
 #[cfg(feature = "demo")]
 mod packed {
     use super::{Demo, NAME_ONE};
+    use crate::cache;
     use crate::fail::Failure;
     use k3_platform::io::{ReadAt, Source};
     use sha2::{Digest as _, Sha256};
-    use std::ffi::OsString;
     use std::fs;
     use std::io::{self, Read as _, Write as _};
     use std::os::unix::fs::DirBuilderExt as _;
@@ -108,7 +108,7 @@ mod packed {
                 let _ = writeln!(io::stderr(), "note: {text}");
             }
         };
-        let refused = match cache(|name| std::env::var_os(name)) {
+        let refused = match cache::folder(|name| std::env::var_os(name)) {
             Some(root) => {
                 let dir = root.join(format!("demo-{ID}"));
                 match fill(&dir, FILES) {
@@ -163,13 +163,6 @@ mod packed {
         fn path(&self) -> &Path {
             &self.path
         }
-    }
-
-    /// The user's cache folder by the XDG base directory rules: a relative path counts as none.
-    fn cache(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-        let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let base = absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
-        base.map(|base| base.join("k3"))
     }
 
     /// Brings `dir` to hold `files`, and gives the bytes written for it. Files that are right stay.
@@ -238,6 +231,7 @@ mod packed {
     #[cfg(test)]
     mod tests {
         use super::*;
+        use std::ffi::OsString;
 
         fn files() -> [Packed; 2] {
             let packed = |name, bytes: &'static [u8]| Packed { name, sha256: Sha256::digest(bytes).into(), bytes };
@@ -247,7 +241,7 @@ mod packed {
         #[test]
         fn the_cache_follows_the_xdg_rules() {
             let with = |xdg: Option<&str>, home: Option<&str>| {
-                cache(|name| if name == "HOME" { home } else { xdg }.map(OsString::from))
+                cache::folder(|name| if name == "HOME" { home } else { xdg }.map(OsString::from))
             };
             assert_eq!(with(Some("/c"), Some("/h")), Some("/c/k3".into()));
             assert_eq!(with(None, Some("/h")), Some("/h/.cache/k3".into()));

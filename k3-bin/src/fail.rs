@@ -2,9 +2,10 @@
 
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
+use k3_platform::io::ReadFault;
 use k3_platform::session::SessionError;
 use k3_platform::synth::SynthError;
-use std::io::{ErrorKind, Write as _};
+use std::io::{ErrorKind, IsTerminal as _, Write as _};
 
 /// A check that was asked for failed.
 pub(crate) const CHECK: u8 = 1;
@@ -44,12 +45,24 @@ impl Failure {
 
     pub(crate) fn print(&self) {
         let mut err = std::io::stderr().lock();
+        let colours = err.is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+        let (red, green, plain) = if colours { ("\x1b[1;31m", "\x1b[32m", "\x1b[0m") } else { ("", "", "") };
         // If standard error is closed too there is nobody left to tell.
-        let _ = writeln!(err, "k3: {}", self.message);
+        let _ = writeln!(err, "{red}k3:{plain} {}", self.message);
         if let Some(hint) = &self.hint {
-            let _ = writeln!(err, "hint: {hint}");
+            let _ = writeln!(err, "{green}hint:{plain} {hint}");
         }
     }
+}
+
+/// From here on a panic of any thread prints where, and ends the process with 134: a bug must not go on
+/// with half of its threads, nor look like a usage error.
+pub(crate) fn abort_on_panic() {
+    let say = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        say(info);
+        std::process::abort();
+    }));
 }
 
 /// The exit-code table of errors.
@@ -97,7 +110,16 @@ impl From<Error> for Failure {
             }
             Error::Budget(_) => (BUDGET, Some("give more with --memory, or ask for less with --context or --chunk")),
             Error::Memory(_) => (BUDGET, Some("the system gave less than it said was free: lower --memory")),
-            Error::Read(_) => (IO, None),
+            Error::Read(inner) => match inner.fault {
+                ReadFault::Stalled { .. } => {
+                    (IO, Some("the disk, or the way to it, does not answer; --io-timeout SECONDS waits longer"))
+                }
+                ReadFault::Shrank { .. } => (IO, Some("something writes to the model's folder: let it finish")),
+                ReadFault::System(_) => {
+                    (IO, Some("the system could not read this; `k3 verify --hash` finds all such files"))
+                }
+                _ => (IO, None),
+            },
             Error::Forward(inner) => match **inner {
                 ForwardError::NonFinite { .. } => {
                     (NON_FINITE, Some("nothing was sampled from it; the weights are damaged, or of another model"))

@@ -2,13 +2,19 @@
 
 mod args;
 mod batch;
+mod cache;
 mod cachesim;
 mod chat;
 mod demo;
+mod doctor;
 mod fail;
+mod faults;
+mod help;
+mod inspect;
 mod keep;
 mod ladder;
 mod line;
+mod listing;
 mod messages;
 mod npy;
 mod output;
@@ -23,14 +29,15 @@ mod svg;
 mod synth;
 mod text;
 mod tokens;
+mod verify;
 
-use args::{Cli, Command};
-use clap::Parser;
+use args::Command;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    fail::abort_on_panic();
     // clap answers a usage error with 2 and help with 0, as documented.
-    let cli = Cli::parse();
+    let cli = help::parse();
     let done = match cli.command {
         Command::Run(run) => run::run(&run),
         Command::Chat(chat) => chat::chat(&chat),
@@ -40,6 +47,11 @@ fn main() -> ExitCode {
         Command::Ladder(ladder) => ladder::ladder(&ladder),
         Command::Tokenize(tokenize) => tokens::tokenize(&tokenize),
         Command::Detokenize(detokenize) => tokens::detokenize(&detokenize),
+        Command::Inspect(inspect) => inspect::inspect(&inspect),
+        Command::Verify(verify) => verify::verify(&verify),
+        Command::Doctor(doctor) => doctor::doctor(&doctor),
+        Command::Completions(completions) => help::completions(&completions),
+        Command::Man => help::man(),
         Command::Cachesim(cachesim) => cachesim::cachesim(&cachesim),
         Command::Synth(synth) => synth::run(&synth),
     };

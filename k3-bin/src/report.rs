@@ -59,23 +59,52 @@ impl Progress {
     }
 }
 
-impl Observer for Progress {
-    fn layer(&mut self, layer: LayerIndex, _: &[f32]) {
+impl Progress {
+    /// Shows how far it is, if it is time to say something.
+    pub(crate) fn show(&mut self, detail: impl FnOnce(Duration) -> String) {
         let every = if self.terminal { EVERY } else { EVERY * 50 };
-        if !self.enabled || self.started.elapsed() < SILENT || self.last.elapsed() < every {
+        let running = self.started.elapsed();
+        if !self.enabled || running < SILENT || self.last.elapsed() < every {
             return;
         }
         self.last = Instant::now();
-        let (seconds, layer, layers) = (self.started.elapsed().as_secs(), layer.get() + 1, self.layers);
+        let (detail, seconds) = (detail(running), running.as_secs());
         let mut err = std::io::stderr().lock();
         // A closed standard error must not end a run.
         let _ = if self.terminal {
             self.shown = true;
-            write!(err, "\r\x1b[K{}: layer {layer} of {layers}, {seconds} s", self.what).and_then(|()| err.flush())
+            write!(err, "\r\x1b[K{}: {detail}, {seconds} s", self.what).and_then(|()| err.flush())
         } else {
-            writeln!(err, "{}: layer {layer} of {layers}, {seconds} s", self.what)
+            writeln!(err, "{}: {detail}, {seconds} s", self.what)
         };
     }
+}
+
+impl Observer for Progress {
+    fn layer(&mut self, layer: LayerIndex, _: &[f32]) {
+        let layers = self.layers;
+        self.show(|_| format!("layer {} of {layers}", layer.get() + 1));
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        // Whatever ends the work, the next line begins on a clean one.
+        self.clear();
+    }
+}
+
+/// A whole number with its digits in groups of three.
+pub(crate) fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 /// Prints the plan.

@@ -3,25 +3,30 @@
 use crate::args::{Common, Experts, Io};
 use crate::demo::{self, Demo};
 use crate::fail::Failure;
+use crate::faults;
 use crate::report;
 use crate::signals;
 use k3_core::backend::Backend;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode};
+use k3_platform::io::{Disk, Mode, PATIENCE, Source};
 use k3_platform::memory::{available, default_threads, rss};
 use k3_platform::plan::{Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 /// What is left free of the memory a machine has to give when --memory is auto: an eighth, at least
 /// this (bytes), but not more than half.
 const RESERVE: u64 = 512_000_000;
+
+/// What no wait is longer than.
+const CENTURY: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 /// Threads that read, and so reads in flight.
 const READERS: usize = 8;
@@ -61,6 +66,17 @@ impl Default for Wanted {
     }
 }
 
+/// A directory that is meant to be a checkpoint, not looked into yet.
+pub(crate) struct Located<'a> {
+    options: Options<'a>,
+    disk: Disk,
+    demo: Option<Demo>,
+    pub(crate) stop: Arc<AtomicBool>,
+    /// What opens its files.
+    pub(crate) source: Arc<dyn Source>,
+    pub(crate) dir: PathBuf,
+}
+
 /// A checkpoint, opened.
 pub(crate) struct Opened<'a> {
     options: Options<'a>,
@@ -97,6 +113,16 @@ impl<'a> Options<'a> {
         Self { gentle: true, ..self }
     }
 
+    /// The kernels a run would compute with.
+    pub(crate) const fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    fn patience(&self) -> Duration {
+        // Nobody waits for a century, and an instant can be that far away.
+        self.common.io_timeout.map_or(PATIENCE, |s| if s == 0 { CENTURY } else { Duration::from_secs(s.into()) })
+    }
+
     /// Memory that may be used (bytes).
     pub(crate) const fn budget(&self) -> u64 {
         self.budget
@@ -105,18 +131,50 @@ impl<'a> Options<'a> {
     /// Opens the checkpoint, or the demo where none is named. From here on signals stop a pass and not
     /// the process.
     pub(crate) fn open(self) -> Result<Opened<'a>, Failure> {
+        self.locate()?.open()
+    }
+
+    /// Finds out which directory is meant, without looking into it. From here on signals stop a pass
+    /// and not the process.
+    pub(crate) fn locate(self) -> Result<Located<'a>, Failure> {
+        self.locate_in(None)
+    }
+
+    /// The same, with another directory than the demo where none is named.
+    pub(crate) fn locate_or(self, dir: &Path) -> Result<Located<'a>, Failure> {
+        self.locate_in(Some(dir))
+    }
+
+    fn locate_in(self, other: Option<&Path>) -> Result<Located<'a>, Failure> {
         let stop = signals::watch()?;
-        let (dir, demo) = match &self.common.model {
-            Some(dir) => (dir.clone(), None),
+        let (dir, demo) = match self.common.model.as_deref().or(other) {
+            Some(dir) => (dir.to_owned(), None),
             None => {
                 let demo = demo::unpack(self.common.quiet)?;
                 (demo.dir().to_owned(), Some(demo))
             }
         };
         let disk = Disk::new(if self.common.io == Io::Direct { Mode::Direct } else { Mode::Buffered });
-        let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(|| Arc::new(disk.clone()));
-        let checkpoint = Checkpoint::open(&dir, source)?;
-        Ok(Opened { options: self, disk, demo, stop, checkpoint })
+        let source = match demo.as_ref().and_then(Demo::source) {
+            Some(included) => included,
+            None => faults::wrap(&disk)?,
+        };
+        Ok(Located { options: self, disk, demo, stop, source, dir })
+    }
+}
+
+impl<'a> Located<'a> {
+    /// Opens the checkpoint.
+    pub(crate) fn open(self) -> Result<Opened<'a>, Failure> {
+        let Self { options, disk, demo, stop, source, dir } = self;
+        let mut checkpoint = Checkpoint::open(&dir, source)?;
+        checkpoint.set_patience(options.patience());
+        Ok(Opened { options, disk, demo, stop, checkpoint })
+    }
+
+    /// How long a read may bring nothing.
+    pub(crate) fn patience(&self) -> Duration {
+        self.options.patience()
     }
 }
 
@@ -124,6 +182,16 @@ impl Opened<'_> {
     /// Whether this is the demo that is part of the program.
     pub(crate) const fn is_demo(&self) -> bool {
         self.demo.is_some()
+    }
+
+    /// What its files are read from.
+    pub(crate) const fn disk(&self) -> &Disk {
+        &self.disk
+    }
+
+    /// What a signal sets.
+    pub(crate) const fn stop(&self) -> &Arc<AtomicBool> {
+        &self.stop
     }
 
     /// The plan a run would be made by.

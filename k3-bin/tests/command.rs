@@ -2,10 +2,14 @@
 
 #[path = "command/ends.rs"]
 mod ends;
+#[path = "command/faults.rs"]
+mod faults;
 #[path = "command/ladder.rs"]
 mod ladder;
 #[path = "command/limits.rs"]
 mod limits;
+#[path = "command/trust.rs"]
+mod trust;
 
 use k3_tests::{checkpoints, json};
 use std::path::{Path, PathBuf};

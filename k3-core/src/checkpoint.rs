@@ -822,6 +822,20 @@ impl Class {
     /// All of them.
     pub const ALL: [Self; 7] =
         [Self::Routed, Self::Shared, Self::Attention, Self::Dense, Self::RouterLatent, Self::Norms, Self::EmbedHead];
+
+    /// What people call it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Routed => "routed experts",
+            Self::Shared => "shared experts",
+            Self::Attention => "attention",
+            Self::Dense => "dense MLP",
+            Self::RouterLatent => "router and latent",
+            Self::Norms => "norms and mixes",
+            Self::EmbedHead => "embedding and head",
+        }
+    }
 }
 
 /// What some tensors add up to.
@@ -854,7 +868,9 @@ impl Sum {
         }
     }
 
-    fn of(tensor: Tensor, config: &ModelConfig) -> Self {
+    /// One tensor's, as [`Tensor::spec`] has it.
+    #[must_use]
+    pub fn of(tensor: Tensor, config: &ModelConfig) -> Self {
         let spec = tensor.spec(config);
         let parameters = match tensor {
             Tensor::Expert(_, _, t) if t.is_scale() => 0,

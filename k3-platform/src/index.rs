@@ -13,11 +13,11 @@ use crate::aligned::{AlignedBuf, AllocError};
 use crate::error::Error;
 use crate::io::{ReadAt, Source, Stamp, read_exact_at};
 use crate::segment::Place;
-use k3_core::checkpoint::{self, LayerTensor, Named, Tensor};
+use k3_core::checkpoint::{self, LayerTensor, Named, Sum, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::json::{Event, JsonError, Parser, State, Str};
 use k3_core::safetensors;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -56,6 +56,8 @@ pub struct Shard {
     pub len: u64,
     /// Which file it was when its header was read, if the source says so.
     pub stamp: Option<Stamp>,
+    /// Where its data begin: its header's length and the eight bytes that say it.
+    pub header: u64,
 }
 
 /// Where each tensor lies.
@@ -69,6 +71,10 @@ pub struct Index {
     odd: HashMap<usize, u64>,
     /// Tensors that belong to the checkpoint and not to the text model.
     ignored: usize,
+    /// What these add up to, by the first part of their names.
+    other: BTreeMap<String, Sum>,
+    /// Bytes between tensors that belong to none.
+    gaps: u64,
 }
 
 /// Calls `member(parser event)` for each event of a JSON file read in windows.
@@ -124,6 +130,15 @@ fn decode<'b>(path: &Path, text: &Str<'_>, buffer: &'b mut [u8; NAME]) -> Result
     })
 }
 
+/// How much of a directory is looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Until {
+    /// The first fault ends it.
+    Fault,
+    /// Every shard is looked at, whatever is wrong with the others.
+    End,
+}
+
 impl Index {
     /// Reads the index of `dir` and the headers of all the shards it names, and holds them against
     /// each other, the config, and the files' lengths.
@@ -131,6 +146,27 @@ impl Index {
     /// # Errors
     /// [`Error`] naming the first contradiction.
     pub fn open(dir: &Path, source: &dyn Source, config: &ModelConfig) -> Result<Self, Error> {
+        let (index, mut faults) = Self::look(dir, source, config, Until::Fault)?;
+        let absent = faults.iter().filter(|e| matches!(e, Error::MissingShard { .. })).count();
+        if faults.is_empty() {
+            return Ok(index);
+        }
+        match faults.swap_remove(0) {
+            Error::MissingShard { path, .. } => Err(Error::MissingShard { path, count: absent }),
+            error => Err(error),
+        }
+    }
+
+    /// The same, but every shard is looked at: the faults of all of them, and what of the index can be
+    /// used (nothing may be read by it if there are any).
+    ///
+    /// # Errors
+    /// [`Error`] if the index itself cannot be read.
+    pub fn examine(dir: &Path, source: &dyn Source, config: &ModelConfig) -> Result<(Self, Vec<Error>), Error> {
+        Self::look(dir, source, config, Until::End)
+    }
+
+    fn look(dir: &Path, source: &dyn Source, config: &ModelConfig, until: Until) -> Result<(Self, Vec<Error>), Error> {
         let path = dir.join("model.safetensors.index.json");
         let file = source.open_cached(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
         let expected = checkpoint::census(config).total().tensors;
@@ -146,40 +182,47 @@ impl Index {
             offset_of: Vec::new(),
             odd: HashMap::new(),
             ignored: 0,
+            other: BTreeMap::new(),
+            gaps: 0,
         };
-        let Map { known, ignored, counts } = index.read_map(&path, &*file, config)?;
-        index.ignored = ignored.len();
+        let map = index.read_map(&path, &*file, config)?;
+        index.ignored = map.ignored.len();
+        let mut faults = Vec::new();
         // None is unknown and none was named twice, so their number says whether one is missing.
-        if known != expected {
+        if map.known != expected {
             let missing = |&t: &Tensor| index.shard_of[checkpoint::slot(t, config)] == NOWHERE;
             let mut missing = checkpoint::expected(config).filter(missing);
             if let Some(first) = missing.next() {
-                return Err(Error::MissingTensors { path, first, count: 1 + missing.count() });
+                faults.push(Error::MissingTensors { path, first, count: 1 + missing.count() });
+                if until == Until::Fault {
+                    return Ok((index, faults));
+                }
             }
         }
 
         // Only now, when the index has named every tensor there is a slot for.
         index.offset_of = filled(count, 0)?;
         let mut files = Vec::new();
-        let mut absent = Vec::new();
         for shard in &index.shards {
             let path = dir.join(&shard.name);
-            match source.open_cached(&path) {
-                Ok(file) => drop(file),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => absent.push(path.clone()),
-                Err(source) => return Err(Error::Open { path, source }),
-            }
-            files.push(path);
+            let file = match source.open_cached(&path) {
+                Ok(_) => Some(path),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                    faults.push(Error::MissingShard { path, count: 1 });
+                    None
+                }
+                Err(source) if until == Until::Fault => return Err(Error::Open { path, source }),
+                Err(source) => {
+                    faults.push(Error::Open { path, source });
+                    None
+                }
+            };
+            files.push(file);
         }
-        if let Some(path) = absent.first() {
-            return Err(Error::MissingShard { path: path.clone(), count: absent.len() });
+        if until == Until::End || faults.is_empty() {
+            faults.extend(index.read_headers(dir, &files, &map, source, config, until));
         }
-        let found = index.read_headers(&files, &counts, source, config, &ignored)?;
-        if found != expected + ignored.len() as u64 {
-            // Each tensor of a shard was looked up in the index, so only the reverse can be wrong.
-            return Err(index.unfound(dir, config, &ignored));
-        }
-        Ok(index)
+        Ok((index, faults))
     }
 
     /// The `weight_map`.
@@ -223,7 +266,7 @@ impl Index {
                             }
                             let number = u16::try_from(self.shards.len()).ok().filter(|&n| usize::from(n) < MANY);
                             let number = number.ok_or_else(|| structure("fewer shards", offset))?;
-                            self.shards.push(Shard { name: name.to_owned(), len: 0, stamp: None });
+                            self.shards.push(Shard { name: name.to_owned(), len: 0, stamp: None, header: 0 });
                             counts.push(0);
                             numbers.insert(name.to_owned(), number);
                             number
@@ -264,23 +307,26 @@ impl Index {
         Ok(Map { known, ignored, counts })
     }
 
-    /// The headers of all shards. Returns how many tensors they have.
+    /// The headers of the shards that are there. Returns what is wrong with them, in the order of the
+    /// shards, then what they lack.
     fn read_headers(
         &mut self,
-        files: &[PathBuf],
-        counts: &[u64],
+        dir: &Path,
+        files: &[Option<PathBuf>],
+        map: &Map,
         source: &dyn Source,
         config: &ModelConfig,
-        ignored: &HashMap<String, u16>,
-    ) -> Result<u64, Error> {
+        until: Until,
+    ) -> Vec<Error> {
         let offsets: Vec<AtomicU64> = std::mem::take(&mut self.offset_of).into_iter().map(AtomicU64::new).collect();
-        let headers = Headers { source, config, ignored, counts, shard_of: &self.shard_of, offset_of: &offsets };
+        let headers = Headers { source, config, map, shard_of: &self.shard_of, offset_of: &offsets };
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let results = Mutex::new(Vec::new());
         let work = || {
-            while !failed.load(Ordering::Relaxed) {
+            while until == Until::End || !failed.load(Ordering::Relaxed) {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 let Some(path) = files.get(number) else { break };
+                let Some(path) = path else { continue };
                 let result = headers.read(number, path.clone());
                 failed.fetch_or(result.is_err(), Ordering::Relaxed);
                 if let Ok(mut results) = results.lock() {
@@ -299,25 +345,47 @@ impl Index {
         let mut results = results.into_inner().unwrap_or_default();
         // Shards are taken in order, so the first that fails is the same whoever was faster.
         results.sort_unstable_by_key(|r| r.0);
-        let mut found = 0;
+        // What is wrong in a header explains what another shard lacks, so it comes first.
+        let (mut faults, mut lacking) = (Vec::new(), Vec::new());
         for (number, result) in results {
-            let contents = result?;
-            found += contents.tensors;
-            (self.shards[number].len, self.shards[number].stamp) = (contents.file_len, contents.stamp);
+            let contents = match result {
+                Ok(contents) => contents,
+                Err(error) => {
+                    faults.push(error);
+                    continue;
+                }
+            };
+            // Each tensor of a shard was looked up in the index, so only the reverse can be wrong.
+            if contents.tensors != map.counts[number] {
+                lacking.push(self.unfound(dir, number, config, map, &contents.ignored));
+            }
+            let shard = &mut self.shards[number];
+            (shard.len, shard.stamp, shard.header) = (contents.file_len, contents.stamp, contents.header);
             self.odd.extend(contents.odd);
+            self.gaps += contents.gaps;
+            for (name, sum) in contents.other {
+                let all = self.other.entry(name).or_default();
+                *all = all.plus(sum);
+            }
         }
-        Ok(found)
+        faults.append(&mut lacking);
+        faults
     }
 
-    /// The first tensor that the index names and its shard does not have.
-    fn unfound(&self, dir: &Path, config: &ModelConfig, ignored: &HashMap<String, u16>) -> Error {
-        let unseen = checkpoint::expected(config).find(|&t| self.offset_of[checkpoint::slot(t, config)] == 0);
-        let (name, shard) = match unseen {
-            Some(tensor) => (tensor.to_string(), self.shard_of[checkpoint::slot(tensor, config)]),
-            None => ignored.iter().next().map_or_else(Default::default, |(n, &s)| (n.clone(), s)),
+    /// The first tensor that the index names and shard `number` does not have.
+    fn unfound(&self, dir: &Path, number: usize, config: &ModelConfig, map: &Map, ignored: &HashSet<String>) -> Error {
+        let unseen = checkpoint::expected(config).find(|&t| {
+            let slot = checkpoint::slot(t, config);
+            usize::from(self.shard_of[slot]) == number && self.offset_of[slot] == 0
+        });
+        let name = match unseen {
+            Some(tensor) => tensor.to_string(),
+            None => {
+                let mine = map.ignored.iter().filter(|&(n, &s)| usize::from(s) == number && !ignored.contains(n));
+                mine.map(|(n, _)| n).min().cloned().unwrap_or_default()
+            }
         };
-        let shard = self.shards.get(usize::from(shard)).map_or("", |s| s.name.as_str());
-        Error::NotInShard { path: dir.join(shard), name, indexed: true }
+        Error::NotInShard { path: dir.join(&self.shards[number].name), name, indexed: true }
     }
 
     /// The files, in the order in which the index first names them.
@@ -330,6 +398,18 @@ impl Index {
     #[must_use]
     pub const fn ignored(&self) -> usize {
         self.ignored
+    }
+
+    /// What these add up to, by the first part of their names. Elements count as parameters.
+    #[must_use]
+    pub const fn other(&self) -> &BTreeMap<String, Sum> {
+        &self.other
+    }
+
+    /// Bytes behind the headers that belong to no tensor.
+    #[must_use]
+    pub const fn gaps(&self) -> u64 {
+        self.gaps
     }
 
     /// Where a tensor of `config` begins.
@@ -370,8 +450,7 @@ struct Map {
 struct Headers<'a> {
     source: &'a dyn Source,
     config: &'a ModelConfig,
-    ignored: &'a HashMap<String, u16>,
-    counts: &'a [u64],
+    map: &'a Map,
     shard_of: &'a [u16],
     /// Written by several threads, each slot by the one that reads its shard.
     offset_of: &'a [AtomicU64],
@@ -382,8 +461,13 @@ struct Headers<'a> {
 struct Contents {
     file_len: u64,
     stamp: Option<Stamp>,
+    header: u64,
     tensors: u64,
     odd: Vec<(usize, u64)>,
+    /// Its tensors that are not of the text model.
+    ignored: HashSet<String>,
+    other: BTreeMap<String, Sum>,
+    gaps: u64,
 }
 
 impl Headers<'_> {
@@ -397,7 +481,7 @@ impl Headers<'_> {
             read_exact_at(&*file, &mut prefix, 0)?;
         }
         let len = safetensors::header_len(prefix, file_len).map_err(header_fault)?;
-        let tensors = self.counts.get(number).copied().unwrap_or(0);
+        let tensors = self.map.counts.get(number).copied().unwrap_or(0);
         let most = HEADER_EACH.saturating_mul(tensors).saturating_add(HEADER_REST);
         if len > most {
             return Err(Error::TooLong { path, what: "the header", len, most });
@@ -408,7 +492,8 @@ impl Headers<'_> {
         let data_start = header.data_start();
         let mut spans: Vec<(u64, u64, u64)> = Vec::new();
         let mut odd = Vec::new();
-        let mut twice: HashSet<String> = HashSet::new();
+        let mut ignored: HashSet<String> = HashSet::new();
+        let mut other: BTreeMap<String, Sum> = BTreeMap::new();
         let mut buffer = [0; NAME];
         let mine = u16::try_from(number).unwrap_or(NOWHERE);
         for entry in header.entries() {
@@ -444,12 +529,16 @@ impl Headers<'_> {
                     }
                 }
                 Named::Ignored => {
-                    if self.ignored.get(name) != Some(&mine) {
+                    if self.map.ignored.get(name) != Some(&mine) {
                         return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
                     }
-                    if !twice.insert(name.to_owned()) {
+                    if !ignored.insert(name.to_owned()) {
                         return Err(Error::Duplicate { path, name: name.to_owned() });
                     }
+                    let parameters = entry.shape().iter().fold(1, |n: u64, &d| n.saturating_mul(d));
+                    let first = name.split('.').next().unwrap_or(name).to_owned();
+                    let sum = other.entry(first).or_default();
+                    *sum = sum.plus(Sum { tensors: 1, parameters, bytes: entry.len() });
                 }
                 Named::Unknown => return Err(Error::UnknownTensor { path, name: name.to_owned() }),
             }
@@ -460,17 +549,19 @@ impl Headers<'_> {
             let mut text = [0; NAME];
             header.name_at(at).and_then(|n| n.decode_into(&mut text).ok().map(str::to_owned)).unwrap_or_default()
         };
+        let mut gaps = spans.first().map_or(0, |s| s.0 - data_start);
         for pair in spans.windows(2) {
-            if let [(_, end, first), (begin, _, second)] = *pair
-                && begin < end
-            {
-                return Err(Error::Overlap { first: name_at(first), second: name_at(second), path: path.clone() });
+            if let [(_, end, first), (begin, _, second)] = *pair {
+                if begin < end {
+                    return Err(Error::Overlap { first: name_at(first), second: name_at(second), path: path.clone() });
+                }
+                gaps += begin - end;
             }
         }
         let end = spans.iter().map(|s| s.1).max().unwrap_or(data_start);
         if end != file_len {
             return Err(Error::Length { path, expected: end, found: file_len });
         }
-        Ok(Contents { file_len, stamp: file.stamp(), tensors, odd })
+        Ok(Contents { file_len, stamp: file.stamp(), header: data_start, tensors, odd, ignored, other, gaps })
     }
 }

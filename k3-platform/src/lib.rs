@@ -14,6 +14,9 @@
 //! speed        of the disk
 //! checkpoint   a directory, opened             index     where each tensor lies
 //! vocabulary   text <-> ids
+//! inventory    what the bytes are                survey    all that is wrong with a directory
+//! digest       SHA-256 of whole files            scales    NaN scales of all experts
+//! reference    outputs of others, and how far ours are from them
 //! exec         threads                         memory    what the machine has
 //! io           files, direct or buffered       aligned   memory that goes back to the system
 //! checksum     of what is written and read back
@@ -29,6 +32,7 @@ pub mod aligned;
 pub mod batch;
 pub mod checkpoint;
 pub mod checksum;
+pub mod digest;
 pub mod draft;
 pub mod engine;
 pub mod error;
@@ -37,14 +41,18 @@ pub mod experts;
 pub mod fetch;
 pub mod generate;
 pub mod index;
+pub mod inventory;
 pub mod io;
 pub mod ladder;
 pub mod memory;
 pub mod plan;
 pub mod policy;
+pub mod reference;
+pub mod scales;
 pub mod segment;
 pub mod session;
 pub mod speed;
+pub mod survey;
 pub mod synth;
 pub mod trace;
 pub mod trunk;

@@ -122,6 +122,35 @@ impl Machine {
         kilobytes(&self.read("proc/self/status"), "VmHWM")
     }
 
+    /// What the processor is called; `None` if the system does not say.
+    #[must_use]
+    pub fn processor(&self) -> Option<String> {
+        let text = self.read("proc/cpuinfo");
+        let name = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'))?.1.trim().to_owned();
+        (!name.is_empty()).then_some(name)
+    }
+
+    /// Processors (threads of cores) in the affinity mask; `None` if nothing says.
+    #[must_use]
+    pub fn processors(&self) -> Option<usize> {
+        let status = self.read("proc/self/status");
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        cpu_list(allowed.trim()).map(|list| list.len())
+    }
+
+    /// Whole processors whose time the control groups allow; `None` if there is no quota.
+    #[must_use]
+    pub fn quota(&self) -> Option<usize> {
+        self.groups("cpu").iter().filter_map(processor_time).min()
+    }
+
+    /// When the system backs memory with huge pages: `always`, `madvise` or `never`.
+    #[must_use]
+    pub fn huge_pages(&self) -> Option<String> {
+        let text = self.read("sys/kernel/mm/transparent_hugepage/enabled");
+        Some(text.split_once('[')?.1.split_once(']')?.0.to_owned())
+    }
+
     /// As [`default_threads`].
     #[must_use]
     pub fn default_threads(&self) -> usize {
@@ -418,6 +447,20 @@ mod tests {
         assert_eq!(limits("1", "unlimited"), (0, Limit::Data));
         let (_dir, machine) = machine(&[status]);
         assert_eq!((machine.peak_rss(), machine.rss()), (Some(7168), Some(3072)));
+    }
+
+    #[test]
+    fn what_is_told_of_the_machine_is_what_it_says() {
+        let (_dir, machine) = machine(&[
+            ("proc/cpuinfo", "processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\n"),
+            ("proc/self/status", "Cpus_allowed_list:\t0-2,5\n"),
+            ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
+        ]);
+        assert_eq!(machine.processor().as_deref(), Some("A Fast One @ 3 GHz"));
+        assert_eq!((machine.processors(), machine.quota()), (Some(4), None));
+        assert_eq!(machine.huge_pages().as_deref(), Some("madvise"));
+        let (_dir, machine) = self::machine(&[]);
+        assert_eq!((machine.processor(), machine.processors(), machine.huge_pages()), (None, None, None));
     }
 
     #[test]

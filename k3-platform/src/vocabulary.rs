@@ -59,7 +59,11 @@ impl VocabularyFiles {
         Self::read(dir, opener, None)
     }
 
-    fn read(dir: &Path, opener: &dyn Opener, ids: Option<usize>) -> Result<Self, Error> {
+    /// Reads the files of a directory whose model has so many ids, if that is known.
+    ///
+    /// # Errors
+    /// [`Error`] naming the file.
+    pub fn read(dir: &Path, opener: &dyn Opener, ids: Option<usize>) -> Result<Self, Error> {
         let path = dir.join("tiktoken.model");
         let most = ids.map_or(RANKS, |ids| (64 + LINE.saturating_mul(ids as u64)).min(RANKS));
         let ranks = read_small(opener, &path, most)?;

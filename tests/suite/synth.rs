@@ -1,12 +1,14 @@
 //! Placeholder checkpoints: they open, they run, and the released shape has the release's numbers.
 
 use crate::run::{How, engine, open, run};
-use k3_core::checkpoint::{self, LayerTensor, Tensor};
+use k3_core::checkpoint::{self, Class, LayerTensor, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::error::Error;
-use k3_platform::io::Mode;
+use k3_platform::inventory::Inventory;
+use k3_platform::io::{Disk, Mode};
 use k3_platform::memory::rss;
+use k3_platform::survey::Survey;
 use k3_platform::synth::{Fill, Synth, SynthError, Written, write};
 use k3_platform::vocabulary::VocabularyFiles;
 use k3_tests::root;
@@ -151,6 +153,21 @@ fn the_released_shape_has_the_numbers_of_the_release() {
     assert!(after.saturating_sub(before) < 400_000_000);
     // An expert of 4284 blocks that does not begin on one.
     assert_eq!(checkpoint.expert_bytes(), 4285 * 4096);
+    // Every byte of it has a name.
+    let found = Inventory::of(&checkpoint);
+    assert_eq!((found.files, found.accounted()), (1_560_936_091_448, 1_560_936_091_448));
+    assert_eq!((found.headers, found.gaps), (75_766_584, 0));
+    assert_eq!(found.always_active().parameters, 56_743_648_000);
+    assert_eq!((found.experts, found.expert_bytes), (82_432, 17_547_264));
+    assert_eq!(found.class(Class::Routed).bytes, 82_432 * 17_547_264);
+    assert_eq!((found.tensors().tensors, found.never().tensors), (497_220, 168));
+    assert_eq!(found.kinds.iter().map(|k| k.layers).collect::<Vec<_>>(), [1, 68, 24]);
+    let census = checkpoint::census(checkpoint.config());
+    assert!(Class::ALL.into_iter().all(|c| found.class(c) == census.class(c)));
+    let survey = Survey::of(dir, &Disk::new(Mode::Direct));
+    assert!(survey.faults.is_empty() && survey.strays.is_empty(), "{:?}", survey.faults);
+    assert!(survey.sparse.len() >= 93, "holes are seen");
+
     let a_log = Tensor::Layer(LayerIndex(0), LayerTensor::ALog);
     assert_eq!(index.stored_bytes(a_log, checkpoint.config()), 512);
 

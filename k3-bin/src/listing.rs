@@ -1,0 +1,154 @@
+//! What the files of a release should be: a file of SHA-256 sums, or the listing of a model hub.
+
+use crate::fail::Failure;
+use k3_platform::digest::{self, Sha};
+use serde_json::Value;
+use std::path::{Component, Path};
+
+/// A listing of a release with a hundred shards has a few hundred kilobytes (bytes).
+const MOST: u64 = 64 << 20;
+
+/// What a file should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// Its path in the model's directory.
+    pub(crate) name: String,
+    /// Its length (bytes).
+    pub(crate) len: Option<u64>,
+    /// Its SHA-256.
+    pub(crate) sha: Option<Sha>,
+}
+
+/// What the files of a release should be.
+#[derive(Debug, Default)]
+pub(crate) struct Listing {
+    /// The name under which the release can be fetched, if the listing says so.
+    pub(crate) repository: Option<String>,
+    pub(crate) files: Vec<Expected>,
+}
+
+impl Listing {
+    /// Reads a listing of either form.
+    pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
+        let hint = "--hash takes what sha256sum prints, or a hub's listing of files as JSON";
+        let refused = |what: String| Failure::usage(format!("{}: {what}", path.display()), hint);
+        let len = std::fs::metadata(path).map_err(|e| refused(e.to_string()))?.len();
+        if len > MOST {
+            return Err(refused(format!("{len} bytes are too many for a listing")));
+        }
+        let bytes = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
+        let this = if bytes.trim_ascii_start().starts_with(b"[") || bytes.trim_ascii_start().starts_with(b"{") {
+            let value = serde_json::from_slice(&bytes).map_err(|e| refused(e.to_string()))?;
+            Self::hub(&value).ok_or_else(|| refused("this JSON lists no files".to_owned()))?
+        } else {
+            Self::sums(&String::from_utf8_lossy(&bytes)).map_err(refused)?
+        };
+        match this.files.iter().find(|f| !inside(&f.name)) {
+            Some(file) => Err(refused(format!("{:?} is not a name inside the model's directory", file.name))),
+            None => Ok(this),
+        }
+    }
+
+    /// Lines of `HEX  NAME`, `HEX *NAME` or `SHA256 (NAME) = HEX`.
+    fn sums(text: &str) -> Result<Self, String> {
+        let mut files = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim_end();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let pair = match line.strip_prefix("SHA256 (") {
+                Some(rest) => rest.rsplit_once(") = ").map(|(name, hex)| (hex, name)),
+                None => {
+                    line.split_once([' ', '\t']).map(|(hex, name)| (hex, name.trim_start_matches([' ', '\t', '*'])))
+                }
+            };
+            let found = pair.and_then(|(hex, name)| Some((digest::from_hex(hex)?, name)));
+            let Some((sha, name)) = found.filter(|(_, name)| !name.is_empty()) else {
+                return Err(format!("line {}: expected a SHA-256 and a name", number + 1));
+            };
+            let name = name.strip_prefix("./").unwrap_or(name).to_owned();
+            files.push(Expected { name, len: None, sha: Some(sha) });
+        }
+        if files.is_empty() { Err("no sums are in it".to_owned()) } else { Ok(Self { repository: None, files }) }
+    }
+
+    /// An array of files, or an object with an array of `siblings`.
+    fn hub(value: &Value) -> Option<Self> {
+        let repository = ["id", "modelId"].iter().find_map(|key| Some(value.get(key)?.as_str()?.to_owned()));
+        let entries = value.as_array().or_else(|| value.get("siblings")?.as_array())?;
+        let files = entries.iter().filter(|e| e.get("type").is_none_or(|kind| kind == "file")).filter_map(|entry| {
+            let name = ["path", "rfilename"].iter().find_map(|key| entry.get(key)?.as_str())?.to_owned();
+            let lfs = entry.get("lfs");
+            let sha = ["sha256", "oid"].iter().find_map(|key| {
+                let text = lfs?.get(key)?.as_str()?;
+                digest::from_hex(text.strip_prefix("sha256:").unwrap_or(text))
+            });
+            let len = lfs.and_then(|lfs| lfs.get("size")).or_else(|| entry.get("size")).and_then(Value::as_u64);
+            Some(Expected { name, len, sha })
+        });
+        let files: Vec<_> = files.collect();
+        (!files.is_empty()).then_some(Self { repository, files })
+    }
+}
+
+/// Whether a name leads nowhere but into the directory.
+fn inside(name: &str) -> bool {
+    !name.contains('\0') && Path::new(name).components().all(|c| matches!(c, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Listing, Failure> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        Listing::read(file.path())
+    }
+
+    #[test]
+    fn both_forms_say_the_same() {
+        let sha = digest::of(b"x");
+        let hex = digest::hex(&sha);
+        let sums = read(&format!("# made today\n{hex}  a b\n{hex} *./b\n\nSHA256 (c) = {hex}\n")).unwrap();
+        let names: Vec<_> = sums.files.iter().map(|f| f.name.as_str()).collect();
+        assert_eq!(names, ["a b", "b", "c"]);
+        assert!(sums.files.iter().all(|f| f.sha == Some(sha) && f.len.is_none()));
+        let tree = format!(
+            r#"[{{"type":"directory","path":"d"}},{{"type":"file","path":"a","size":9,"oid":"11"}},
+                {{"type":"file","path":"b","size":3,"lfs":{{"oid":"{hex}","size":5,"pointerSize":3}}}}]"#
+        );
+        let model = format!(
+            r#"{{"id":"some/model","siblings":[{{"rfilename":"a","size":9}},
+                {{"rfilename":"b","lfs":{{"sha256":"{hex}","size":5}}}}]}}"#
+        );
+        for (text, repository) in [(tree, None), (model, Some("some/model".to_owned()))] {
+            let listing = read(&text).unwrap();
+            assert_eq!(listing.repository, repository);
+            let expected = [("a", Some(9), None), ("b", Some(5), Some(sha))];
+            let expected = expected.map(|(name, len, sha)| Expected { name: name.to_owned(), len, sha });
+            assert_eq!(listing.files, expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_listing_is_refused() {
+        let hex = digest::hex(&digest::of(b"x"));
+        let leads_out = format!("{hex}  ../secret\n");
+        let absolute = format!("{hex}  /etc/passwd\n");
+        for (text, part) in [
+            ("", "no sums"),
+            ("abc  name\n", "line 1"),
+            (&hex[..], "line 1"),
+            ("[]", "no files"),
+            ("{\"x\": 1}", "no files"),
+            ("[1, 2", "EOF"),
+            (&leads_out, "../secret"),
+            (&absolute, "/etc/passwd"),
+        ] {
+            let failure = read(text).unwrap_err();
+            assert!(failure.code == 2 && failure.message.contains(part), "{text}: {}", failure.message);
+        }
+    }
+}

@@ -1,0 +1,451 @@
+//! Faults of the disk and of the surroundings, as a person meets them. `tests/README.md` has the table;
+//! each of its lines is a test here or in `tests/suite/faults.rs`.
+
+use super::trust::{copy, scales};
+use super::{code, k3, npy, text, tiny};
+use serde_json::Value;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+const IDS: [&str; 9] = ["run", "--ids", "1,2,3,4,5", "--max-tokens", "6", "--ignore-eos", "--memory", "64M", "--chunk"];
+
+/// A run of a few tokens; arguments may follow.
+fn run(dir: &Path) -> Command {
+    let mut command = k3();
+    command.args(IDS).arg("4").arg(dir);
+    command
+}
+
+/// What it prints where nothing goes wrong.
+fn undisturbed() -> Vec<u8> {
+    let output = run(&tiny()).arg("--quiet").output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    assert!(output.stdout.len() > 5);
+    output.stdout
+}
+
+/// Nothing that was printed is wrong: it is where the undisturbed text begins.
+fn honest(output: &Output, expected: &[u8]) {
+    let printed = output.stdout.strip_suffix(b"\n").unwrap_or(&output.stdout);
+    assert!(expected.starts_with(printed), "{:?} is not the beginning of {:?}", text(printed), text(expected));
+}
+
+/// Whether faults can be asked for: a released binary has none.
+fn injected() -> bool {
+    if !cfg!(debug_assertions) {
+        println!("SKIPPED: faults need a build with debug assertions");
+    }
+    cfg!(debug_assertions)
+}
+
+fn faulty(faults: &str, args: &[&str]) -> Output {
+    run(&tiny()).args(args).env("K3_FAULTS", faults).output().expect("k3")
+}
+
+#[test]
+fn a_read_that_fails_ends_the_run_with_5_wherever_it_is() {
+    if !injected() {
+        return;
+    }
+    let expected = undisturbed();
+    // Headers, trunk, experts, head: from the first read to where there are no more.
+    let mut met = 0;
+    for read in [0, 1, 5, 20, 30, 40, 60, 90, 130, 200, 300, 100_000] {
+        // A budget that keeps nothing, so that reading goes on through the run.
+        let output = faulty(&format!("fail_read={read}"), &["--quiet"]);
+        honest(&output, &expected);
+        let message = text(&output.stderr);
+        match code(&output) {
+            0 => assert!(output.stdout == expected && read > 30, "{read}"),
+            5 => {
+                assert!(
+                    message.contains("nput/output error") && message.contains(&*tiny().to_string_lossy()),
+                    "{message}"
+                );
+                met += 1;
+            }
+            other => panic!("read {read}: {other}: {message}"),
+        }
+    }
+    assert!(met >= 5, "{met}");
+}
+
+#[test]
+fn short_and_interrupted_reads_are_not_seen() {
+    if !injected() {
+        return;
+    }
+    let expected = undisturbed();
+    for seed in 0..3 {
+        let output = faulty(&format!("short=2,interrupt=2,seed={seed}"), &["--quiet"]);
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        assert_eq!(output.stdout, expected);
+    }
+}
+
+#[test]
+fn a_read_that_never_returns_is_named() {
+    if !injected() {
+        return;
+    }
+    let expected = undisturbed();
+    let started = std::time::Instant::now();
+    let output = faulty("hang_read=40", &["--quiet", "--io-timeout", "1"]);
+    assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+    honest(&output, &expected);
+    let message = text(&output.stderr);
+    for part in [".safetensors: read at byte", "has brought nothing for", "--io-timeout"] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(started.elapsed() < Duration::from_secs(50), "the default is a minute");
+    // A signal ends the wait as well.
+    let child = run(&tiny())
+        .args(["--quiet", "--io-timeout", "0"])
+        .env("K3_FAULTS", "hang_read=40")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("k3");
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+    let output = child.wait_with_output().expect("k3");
+    assert_eq!(code(&output), 143, "{}", text(&output.stderr));
+    honest(&output, &expected);
+}
+
+/// A check of digests that is stopped goes on where it was.
+#[test]
+fn a_check_that_is_interrupted_goes_on() {
+    if !injected() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let list = folder.path().join("sums");
+    let names = std::fs::read_dir(tiny()).expect("read_dir").map(|e| e.expect("entry"));
+    let names = names.filter(|e| e.path().is_file()).map(|e| e.file_name());
+    let sums = Command::new("sha256sum").args(names).current_dir(tiny()).output().expect("sha256sum");
+    std::fs::write(&list, sums.stdout).expect("write");
+    let verify = || {
+        let mut command = k3();
+        command.args(["verify", "--json", "--threads", "1", "--hash"]).arg(&list).arg(tiny());
+        command.env("XDG_CACHE_HOME", folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    // Behind the reads of the headers and of the first files.
+    let child = verify().env("K3_FAULTS", "hang_read=38").spawn().expect("k3");
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill").success());
+    let output = child.wait_with_output().expect("k3");
+    assert_eq!(code(&output), 130, "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("goes on from there") && output.stdout.is_empty());
+    let output = verify().output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stdout));
+    let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let hash = &found["checks"]["hash"];
+    assert!(hash["resumed"].as_u64() >= Some(2) && hash["digested"].as_u64() >= Some(2), "{found}");
+}
+
+#[test]
+fn a_file_that_shrinks_ends_the_run_with_5() {
+    if !injected() {
+        return;
+    }
+    let expected = undisturbed();
+    let output = faulty("truncate=4096,truncate_from=40", &["--quiet"]);
+    assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+    honest(&output, &expected);
+    assert!(text(&output.stderr).contains("shrank while in use"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_panic_of_any_thread_aborts_and_leaves_no_file() {
+    if !injected() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let dump = folder.path().join("logits.npy");
+    for read in [0, 50] {
+        let output = run(&tiny())
+            .args(["--quiet", "--dump-logits"])
+            .arg(&dump)
+            .env("K3_FAULTS", format!("panic_read={read}"))
+            .output()
+            .expect("k3");
+        // What a shell calls 134.
+        assert_eq!(output.status.signal(), Some(6), "{:?} {}", output.status, text(&output.stderr));
+        assert!(text(&output.stderr).contains("faulty.rs"), "{}", text(&output.stderr));
+        assert_eq!(std::fs::read_dir(folder.path()).expect("read_dir").count(), 0, "nothing is left");
+    }
+}
+
+#[test]
+fn a_nan_scale_is_named_in_the_report() {
+    let (_folder, dir) = copy();
+    for expert in 0..40 {
+        let tensor = format!("language_model.model.layers.2.block_sparse_moe.experts.{expert}.w1.weight_scale");
+        let index = super::json(&dir.join("model.safetensors.index.json"));
+        if index["weight_map"][&tensor].is_string() {
+            scales(&dir, &tensor, 255, 1);
+        }
+    }
+    let output = run(&dir).args(["--json", "--quiet"]).output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let damaged = found["damaged_experts"].as_array().expect("experts");
+    assert!(!damaged.is_empty() && damaged.iter().all(|d| d["layer"] == 2 && d["nan_scale_bytes"] == 1), "{found}");
+    assert!(text(&output.stderr).contains("of layer 2 has 1 scale bytes that are NaN"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_signal_at_any_moment_prints_only_what_is_true() {
+    let run = |tokens: &str| {
+        let mut command = k3();
+        command.args(["run", "--json", "--quiet", "--ids", "1,2,3", "--ignore-eos", "--memory", "64M", "--max-tokens"]);
+        command.arg(tokens).arg(tiny()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let whole: Value = serde_json::from_slice(&run("400").output().expect("k3").stdout).expect("JSON");
+    let whole = whole["generated_ids"].as_array().expect("ids").clone();
+    for (i, millis) in [0, 3, 10, 25, 60, 130, 260, 500].into_iter().enumerate() {
+        let (name, number) = if i % 2 == 0 { ("INT", 2) } else { ("TERM", 15) };
+        let child = run("20000").spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(millis));
+        let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status();
+        assert!(sent.expect("kill").success());
+        let output = child.wait_with_output().expect("k3");
+        if output.status.signal() == Some(number) {
+            // Before the command had begun to listen.
+            assert!(output.stdout.is_empty());
+            continue;
+        }
+        assert_eq!(code(&output), 128 + number, "{}", text(&output.stderr));
+        let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let ids = found["generated_ids"].as_array().expect("ids");
+        let common = ids.len().min(whole.len());
+        assert!(ids[..common] == whole[..common] && found["finish_reason"] == "cancelled", "{millis} ms");
+    }
+}
+
+#[test]
+fn a_kill_leaves_whole_files_or_none() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dump = folder.path().join("logits.npy");
+    let run = |ids: &str| {
+        let mut command = k3();
+        command.args(["run", "--quiet", "--max-tokens", "1", "--chunk", "1", "--ids", ids, "--dump-logits"]);
+        command.arg(&dump).arg(tiny()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    assert!(run("1,2").status().expect("k3").success());
+    let old = std::fs::read(&dump).expect("read");
+    let ids = vec!["3"; 60].join(",");
+    for millis in [5, 20, 60, 120, 200] {
+        let mut child = run(&ids).spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(millis));
+        let _ended_before = child.kill();
+        child.wait().expect("k3");
+        let now = std::fs::read(&dump).expect("read");
+        let rows = npy(&dump, f32::from_le_bytes).len();
+        assert!(now == old || rows > old.len() / 4, "{millis} ms: a part of a file");
+        if now != old {
+            break;
+        }
+    }
+}
+
+/// Runs `script` in a mount namespace of its own, with the command as `$K3`, the model as `$MODEL` and a
+/// folder to mount on as `$AT`. None, said aloud, where that is not allowed.
+fn mounted(script: &str) -> Option<Output> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let whole = format!("set -e; mount -t tmpfs -o size=64k k3 \"$AT\"; {script}");
+    let mut command = Command::new("unshare");
+    command.args(["-rm", "sh", "-c", "mount -t tmpfs k3 \"$AT\""]).env("AT", folder.path());
+    match command.output() {
+        Ok(output) if output.status.success() => {}
+        Ok(output) => {
+            println!("SKIPPED: no mounts of one's own here: {}", text(&output.stderr));
+            return None;
+        }
+        Err(error) => {
+            println!("SKIPPED: unshare: {error}");
+            return None;
+        }
+    }
+    let mut command = Command::new("unshare");
+    command.args(["-rm", "sh", "-c", &whole]).env("AT", folder.path()).env("MODEL", tiny());
+    command.env("K3", env!("CARGO_BIN_EXE_k3")).env_remove("K3_MODEL").stdin(Stdio::null());
+    Some(command.output().expect("unshare"))
+}
+
+/// The commands that write a file, each to `$AT/out`.
+const WRITERS: [&str; 4] = [
+    "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 1 --dump-logits \"$AT/out\"",
+    "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 400 --ignore-eos --trace \"$AT/out\"",
+    "perplexity \"$MODEL\" --quiet --file /proc/filesystems --nll-out \"$AT/out\"",
+    "synth \"$AT/out\"",
+];
+
+#[test]
+fn a_disk_that_is_full_or_read_only_is_said_and_nothing_is_left() {
+    for writer in WRITERS {
+        // Full to the last byte.
+        let full = format!(
+            "set +e; head -c 65536 /dev/zero > \"$AT/fill\"; \"$K3\" {writer} >/dev/null; code=$?; ls -A \"$AT\"; exit $code"
+        );
+        let Some(output) = mounted(&full) else { return };
+        let message = text(&output.stderr);
+        assert!(matches!(code(&output), 2 | 5), "{writer}: {} {message}", code(&output));
+        assert!(message.starts_with("k3: ") && !message.contains("panicked"), "{writer}: {message}");
+        let left = text(&output.stdout);
+        let trace_or_folder = writer.contains("--trace") || writer.contains("synth");
+        assert!(left == "fill\n" || trace_or_folder, "{writer} left {left}");
+        let read_only = format!("mount -o remount,ro \"$AT\"; set +e; \"$K3\" {writer} >/dev/null; exit $?");
+        let Some(output) = mounted(&read_only) else { return };
+        let message = text(&output.stderr);
+        assert!(matches!(code(&output), 2 | 5), "{writer}: {} {message}", code(&output));
+        assert!(message.contains("Read-only file system") && message.contains("out"), "{writer}: {message}");
+    }
+    // Standard output that takes nothing.
+    for args in
+        [&["inspect"][..], &["verify"], &["plan", "--disk", "1"], &["run", "--ids", "1", "--quiet"], &["doctor"]]
+    {
+        let full = std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+        let output = k3().args(args).arg(tiny()).stdout(full).output().expect("k3");
+        assert_eq!(code(&output), 5, "{args:?}: {}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("No space left"), "{args:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_ends_every_command_in_peace() {
+    for args in
+        [&["inspect"][..], &["verify"], &["plan", "--disk", "1"], &["doctor"], &["run", "--ids", "1", "--quiet"]]
+    {
+        let mut child = k3().args(args).arg(tiny()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+        drop(child.stdout.take());
+        let output = child.wait_with_output().expect("k3");
+        assert_eq!(code(&output), 0, "{args:?}: {}", text(&output.stderr));
+    }
+}
+
+/// The files of the tiny checkpoint, reached in another way.
+fn linked(to: &Path, link: impl Fn(&Path, &Path)) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(tiny()).expect("read_dir").map(|e| e.expect("entry").path()) {
+        if entry.is_file() {
+            link(&entry, &to.join(entry.file_name().expect("a name")));
+        }
+    }
+}
+
+#[test]
+fn surroundings_do_not_change_the_answer() {
+    let expected = undisturbed();
+    let folder = tempfile::tempdir().expect("a folder");
+    let symlink = |from: &Path, to: &Path| std::os::unix::fs::symlink(from, to).expect("a link");
+    let check = |what: &str, command: &mut Command| {
+        let output = command.arg("--quiet").output().expect("k3");
+        assert_eq!(code(&output), 0, "{what}: {}", text(&output.stderr));
+        assert_eq!(output.stdout, expected, "{what}");
+    };
+
+    let links = folder.path().join("links");
+    linked(&links, symlink);
+    check("a folder of symlinks", &mut run(&links));
+    let strange = folder.path().join("spaces and \u{1f980} \u{e9}");
+    symlink(&links, &strange);
+    check("a strange name", &mut run(&strange));
+    let bytes = folder.path().join(OsStr::from_bytes(b"not \xff utf-8"));
+    symlink(&links, &bytes);
+    check("a name that is no text", &mut run(&bytes));
+
+    // What other systems and other checkpoints leave in a folder.
+    let crowd = folder.path().join("crowd");
+    linked(&crowd, symlink);
+    std::fs::write(crowd.join("._model-00001-of-000012.safetensors"), "\0\x05\x16\x07").expect("write");
+    std::fs::create_dir(crowd.join("folder.safetensors")).expect("a folder");
+    let shard = std::fs::read_dir(tiny()).expect("read_dir").map(|e| e.expect("entry").path());
+    let shard = shard.filter(|p| p.extension().is_some_and(|e| e == "safetensors")).min().expect("a shard");
+    std::fs::copy(&shard, crowd.join("model-99999-of-99999.safetensors")).expect("copy");
+    check("hidden files, folders and stray shards", &mut run(&crowd));
+    let found = k3().args(["verify", "--json"]).arg(&crowd).output().expect("k3");
+    assert_eq!(code(&found), 0, "{}", text(&found.stdout));
+    assert!(
+        text(&found.stdout).contains("model-99999-of-99999.safetensors: not in the index"),
+        "{}",
+        text(&found.stdout)
+    );
+    assert!(!text(&found.stdout).contains("._model") && !text(&found.stdout).contains("folder.safetensors"));
+
+    match tempfile::tempdir_in("/dev/shm") {
+        Ok(memory) => {
+            let dir = memory.path().join("model");
+            k3_tests::copy_dir(&tiny(), &dir);
+            check("tmpfs", &mut run(&dir));
+        }
+        Err(error) => println!("SKIPPED: /dev/shm: {error}"),
+    }
+    let odd = std::fs::metadata(&shard).expect("metadata").len();
+    assert!(!odd.is_multiple_of(4096), "the tiny checkpoint has files that are no multiple of 4 KiB");
+
+    let (_copied, locked) = copy();
+    let mut permissions = std::fs::metadata(&locked).expect("metadata").permissions();
+    permissions.set_readonly(true);
+    std::fs::set_permissions(&locked, permissions).expect("permissions");
+    check("a read-only folder", &mut run(&locked));
+
+    check("no HOME", run(&tiny()).env_remove("HOME").env_remove("XDG_CACHE_HOME"));
+    check("an empty environment", run(&tiny()).env_clear());
+    check("locale C", run(&tiny()).env("LC_ALL", "C").env("LANG", "C"));
+    let shell = |script: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", script, env!("CARGO_BIN_EXE_k3")]).args(IDS).arg("4").arg(tiny());
+        command.env_remove("K3_MODEL").stdin(Stdio::null());
+        command
+    };
+    check("sixteen descriptors", &mut shell("ulimit -n 16; exec \"$0\" \"$@\""));
+    check("one processor", &mut shell("exec taskset -c 0 \"$0\" \"$@\""));
+    check("no terminal", &mut shell("exec setsid \"$0\" \"$@\""));
+    check("a closed standard input", &mut shell("exec \"$0\" \"$@\" <&-"));
+    check("a closed standard error", &mut shell("exec \"$0\" \"$@\" 2>&-"));
+    let closed = shell("exec \"$0\" \"$@\" >&-").output().expect("sh");
+    assert!(code(&closed) == 0 || code(&closed) == 5, "{}", text(&closed.stderr));
+    assert!(!text(&closed.stderr).contains("panicked"));
+
+    // A file system over another one.
+    let overlay = "mkdir \"$AT/u\" \"$AT/w\" \"$AT/m\"; mount -t overlay -o lowerdir=\"$MODEL\",upperdir=\"$AT/u\",workdir=\"$AT/w\" k3 \"$AT/m\" || exit 77; \
+                   exec \"$K3\" run --ids 1,2,3,4,5 --max-tokens 6 --ignore-eos --memory 64M --chunk 4 --quiet \"$AT/m\"";
+    match mounted(overlay) {
+        Some(output) if code(&output) == 77 => println!("SKIPPED: overlay: {}", text(&output.stderr)),
+        Some(output) => assert_eq!((code(&output), &output.stdout), (0, &expected), "{}", text(&output.stderr)),
+        None => {}
+    }
+}
+
+#[test]
+fn a_dangling_link_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dir = folder.path().join("links");
+    linked(&dir, |from, to| std::os::unix::fs::symlink(from, to).expect("a link"));
+    let mut shards: Vec<PathBuf> =
+        std::fs::read_dir(&dir).expect("read_dir").map(|e| e.expect("entry").path()).collect();
+    shards.retain(|p| p.extension().is_some_and(|e| e == "safetensors"));
+    shards.sort();
+    std::fs::remove_file(&shards[2]).expect("remove");
+    std::os::unix::fs::symlink("nowhere", &shards[2]).expect("a link");
+    for command in ["run", "verify", "doctor", "inspect"] {
+        let mut k3 = k3();
+        k3.arg(command).arg(&dir);
+        if command == "run" {
+            k3.args(["--ids", "1"]);
+        }
+        let output = k3.output().expect("k3");
+        assert_eq!(code(&output), 3, "{command}: {}", text(&output.stderr));
+        let all = text(&output.stdout) + &text(&output.stderr);
+        assert!(all.contains(&shards[2].display().to_string()) && all.contains("missing"), "{command}: {all}");
+    }
+}
