@@ -1,5 +1,7 @@
 //! What the tests share: where fixtures are, how to damage them, how to run them.
 
+pub mod fuzz;
+
 use std::path::{Path, PathBuf};
 
 /// The checkpoints that are there, with their expected outputs: the project's own always, the ones

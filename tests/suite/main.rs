@@ -5,6 +5,7 @@ mod budgets;
 mod counting;
 mod faults;
 mod generate;
+mod fuzzing;
 mod identity;
 mod ops;
 mod oracle;

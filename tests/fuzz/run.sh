@@ -1,0 +1,18 @@
+#!/bin/bash
+# run.sh TARGET [SECONDS]: one fuzz target under libFuzzer with address sanitizer, from the committed
+# corpus and the seeds. What it keeps stays in work/TARGET, findings in artifacts/TARGET (both ignored
+# by git). Needs a nightly toolchain and cargo-fuzz.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+target=${1:?usage: run.sh TARGET [SECONDS]}
+seconds=${2:-600}
+mkdir -p "work/$target" "corpus/$target" "artifacts/$target"
+max_len=$(cargo +nightly run --quiet --bin seeds -- "$target" "work/$target" "work/$target.dict")
+[ -s "work/$target.dict" ] && dictionary=(-dict="work/$target.dict") || dictionary=()
+
+# The limits are part of the check: memory by what was read and not by what a file claims, and no
+# input of these lengths that takes a second.
+exec cargo +nightly fuzz run --fuzz-dir . "$target" "work/$target" "corpus/$target" -- \
+    "${dictionary[@]}" -max_len="$max_len" -max_total_time="$seconds" -timeout=5 -report_slow_units=1 \
+    -rss_limit_mb=1024 -malloc_limit_mb=64 -print_final_stats=1 -artifact_prefix="artifacts/$target/"
