@@ -7,14 +7,16 @@
 //! ```
 //! use k3_core::checkpoint::{Dtype, LayerTensor, Named, Tensor};
 //! use k3_core::view::LayerIndex;
-//! # use k3_core::config::{LayerMap, ModelConfig};
-//! # fn show(config: &ModelConfig) {
+//! use k3_core::config::{ModelConfig, RELEASED_JSON};
+//!
+//! let config = ModelConfig::parse(RELEASED_JSON.as_bytes())?;
 //! let name = "language_model.model.layers.3.self_attn.kv_b_proj.weight";
 //! let tensor = Tensor::Layer(LayerIndex(3), LayerTensor::KvB);
 //! assert_eq!(tensor.to_string(), name);
-//! assert_eq!(Tensor::parse(name, config), Named::Known(tensor));
-//! assert_eq!(tensor.spec(config).dtype, Dtype::Bf16);
-//! # }
+//! assert_eq!(Tensor::parse(name, &config), Named::Known(tensor));
+//! let spec = tensor.spec(&config);
+//! assert_eq!((spec.dtype, spec.shape()), (Dtype::Bf16, &[96 * (128 + 128), 512][..]));
+//! # Ok::<(), k3_core::config::ConfigError>(())
 //! ```
 #![cfg_attr(
     not(test),

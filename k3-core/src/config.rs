@@ -507,7 +507,8 @@ impl Field {
     fn key(self) -> &'static str {
         match self {
             Self::RootQuantization => "quantization_config",
-            _ => self.name().rsplit('.').next().unwrap_or_default(),
+            // From the front: the standard library's search from the end has panics in it.
+            _ => self.name().split('.').fold("", |_, part| part),
         }
     }
 
@@ -791,6 +792,7 @@ pub enum NumberRule {
 
 /// One thing that is wrong with a config.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Fault {
     /// Where.
     pub field: Field,
@@ -843,6 +845,7 @@ impl fmt::Display for Fault {
 ///
 /// It is a few kilobytes, since it cannot allocate: box it to carry it far.
 #[derive(Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct ConfigError {
     faults: [Fault; Self::CAPACITY],
     count: usize,

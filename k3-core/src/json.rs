@@ -212,6 +212,7 @@ pub struct Str<'a> {
 
 /// The buffer given to [`Str::decode_into`] is too short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TooLong {
     /// Bytes the decoded string has.
     pub needed: usize,
@@ -563,6 +564,8 @@ impl<'a> Parser<'a> {
     }
 
     fn peek(&self, at: usize) -> Option<u8> {
+        #[cfg(test)]
+        tests::looked_at(1);
         self.window.get(at).copied()
     }
 
@@ -663,6 +666,8 @@ impl<'a> Parser<'a> {
 
     fn digits(&self, start: usize) -> Result<usize, JsonError> {
         let count = self.window.get(start..).unwrap_or_default().iter().take_while(|b| b.is_ascii_digit()).count();
+        #[cfg(test)]
+        tests::looked_at(count);
         if count == 0 { Err(self.expected(start, Expected::Digit)) } else { Ok(start.saturating_add(count)) }
     }
 
@@ -684,6 +689,8 @@ impl<'a> Parser<'a> {
                 None => return Err(self.expected(at, Expected::Quote)),
             }
         }
+        #[cfg(test)]
+        tests::looked_at(at.saturating_sub(start));
         match core::str::from_utf8(self.window.get(start..at).unwrap_or_default()) {
             Ok(text) => Ok((Str { text, escaped, offset: self.absolute(self.at) }, at.saturating_add(1))),
             Err(e) => {
@@ -773,7 +780,10 @@ fn plain(bytes: &[u8]) -> usize {
     let start = words.iter().take_while(clean).count().saturating_mul(8);
     let rest = bytes.get(start..).unwrap_or_default();
     let special = |&b: &u8| b == b'"' || b == b'\\' || b < 0x20;
-    start.saturating_add(rest.iter().position(special).unwrap_or(rest.len()))
+    let end = start.saturating_add(rest.iter().position(special).unwrap_or(rest.len()));
+    #[cfg(test)]
+    tests::looked_at(end);
+    end
 }
 
 #[cfg(test)]
@@ -782,6 +792,51 @@ mod tests {
     use std::format;
     use std::string::{String, ToString};
     use std::vec::Vec;
+
+    std::thread_local! {
+        /// Bytes that parsers of this thread have looked at, each as often as that was.
+        static STEPS: core::cell::Cell<usize> = const { core::cell::Cell::new(0) };
+    }
+
+    pub(super) fn looked_at(bytes: usize) {
+        STEPS.set(STEPS.get() + bytes);
+    }
+
+    /// Time is linear in the document: counted, since clocks of busy machines prove nothing.
+    #[test]
+    fn no_document_is_looked_at_more_than_a_few_times() {
+        let shapes: [(&str, fn(usize) -> String); 12] = [
+            ("deep", |n| format!("{}{}", "[".repeat(n.min(MAX_DEPTH)), "]".repeat(n.min(MAX_DEPTH)))),
+            ("too deep", |n| "[".repeat(n)),
+            ("one string", |n| format!("\"{}\"", "x".repeat(n))),
+            ("a string that does not end", |n| format!("\"{}", "x".repeat(n))),
+            ("escapes", |n| format!("\"{}\"", "\\ud83d\\ude00\\n".repeat(n / 14))),
+            ("characters of three bytes", |n| format!("\"{}\"", "\u{20ac}".repeat(n / 3))),
+            ("one number", |n| format!("-{}.{}e+{}", "1".repeat(n / 3), "2".repeat(n / 3), "3".repeat(n / 3))),
+            ("blanks", |n| format!("[{}]", " \n\t\r".repeat(n / 4))),
+            ("many keys", |n| format!("{{{}\"z\":0}}", "\"key\":null,".repeat(n / 11))),
+            ("many arrays", |n| format!("[{}[]]", "[[[]]],".repeat(n / 7))),
+            ("an error at the end", |n| format!("[{}x]", "true,".repeat(n / 5))),
+            ("quotes in a row", |n| format!("[{}\"\"]", "\"\",".repeat(n / 3))),
+        ];
+        for (name, shape) in shapes {
+            for n in [100, 1000, 10_000, 100_000] {
+                let text = shape(n);
+                STEPS.set(0);
+                let whole = events(text.as_bytes());
+                assert!(STEPS.get() <= 10 * text.len() + 100, "{name}: {} steps for {} bytes", STEPS.get(), text.len());
+                // Windows of half the document and more: a token is looked at again once for each doubling.
+                STEPS.set(0);
+                let step = text.len() / 2 + 1;
+                assert_eq!(whole.is_ok(), windowed(text.as_bytes(), |_| step).is_ok(), "{name}");
+                assert!(STEPS.get() <= 30 * text.len() + 100, "{name}, in windows: {} steps", STEPS.get());
+                // Skipping looks as often as walking does.
+                STEPS.set(0);
+                let _ = Parser::new(text.as_bytes()).skip_value();
+                assert!(STEPS.get() <= 10 * text.len() + 100, "{name}, skipped: {} steps", STEPS.get());
+            }
+        }
+    }
 
     const SAMPLE: &str = "\u{20}{\"a\" : [1, -0, 0.5e+10, 12E-3,true,false,null, [], {}],\n\t\"k\\u0065y\\n\":\"\\ud83d\\ude00 \u{20ac}\\\\\\\"\\/\",\"\":{\"x\":[[\"\"]]} , \"n\":-9223372036854775808 }\r\n";
 

@@ -77,6 +77,41 @@
 //! # }
 //! ```
 //!
+//! # Embedding
+//!
+//! What an embedder writes is [`Weights`](model::Weights), and an [`Executor`](exec::Executor) if there
+//! are threads. The way from files to ids, each step with the memory it takes:
+//!
+//! 1. [`ModelConfig::parse`](config::ModelConfig::parse) of `config.json`. The value is small and is
+//!    asked for everywhere.
+//! 2. For each shard, [`safetensors::header_len`] of its first eight bytes, then
+//!    [`Header::parse`](safetensors::Header::parse) of so many that follow. For each entry,
+//!    [`Tensor::parse_json`](checkpoint::Tensor::parse_json) says which tensor it is,
+//!    [`Tensor::accepts`](checkpoint::Tensor::accepts) whether its shape is right, and
+//!    [`checkpoint::slot`] under which number, below [`checkpoint::slot_count`], to keep its place.
+//!    [`checkpoint::expected`] lists what must be there.
+//! 3. [`Vocab::required`](tokenizer::Vocab::required) lines for [`Vocab::load`](tokenizer::Vocab::load) of
+//!    `tiktoken.model`; [`Specials::new`](tokenizer::Specials::new) above its ranks;
+//!    [`tokenizer::scratch_len`] lines for [`tokenizer::encode`].
+//! 4. [`State::lines`](model::State::lines) and [`Workspace::lines`](model::Workspace::lines), and a logit
+//!    for each id.
+//! 5. [`Model::forward`](model::Model::forward) over the prompt, in chunks of any size, then over one id
+//!    at a time; [`argmax`](ops::sample::argmax) of the last position's logits;
+//!    [`Decoder`](tokenizer::Decoder) for its bytes.
+//!
+//! The unit of memory is a [`Line`](carve::Line) of 64 bytes, on a border of 64. Weights are bytes of any
+//! alignment. The repository's `cross/embed` is all of this as a C library and a wasm module, and its
+//! `Weights` from one buffer has 60 lines.
+//!
+//! # Versions
+//!
+//! Semantic versioning, with one addition: *the bits are part of the interface.* A release that changes a
+//! logit, or an id of an encoding, of any input that was accepted is a major one, whatever its signatures.
+//! Errors and what they list are `#[non_exhaustive]`; a new one, a back end, or a file that is refused
+//! with a better reason is minor. So is a newer Rust than 1.89, said in the change log. Before 1.0 the
+//! middle number counts as the major one. Sizes ([`State::lines`](model::State::lines) and its like) are to
+//! be asked for and not to be written down.
+//!
 //! # The floating-point contract
 //!
 //! Activations and states are f32; weights are f32, bf16 or MXFP4, and each is exactly an f32.

@@ -1,12 +1,24 @@
 //! The fuzz targets on seeds, committed inputs and mutations of both; see `k3_tests::fuzz`.
 
+use crate::counting::bytes_allocated;
 use k3_tests::fuzz::{Mutator, TARGETS, Target};
 use k3_tests::root;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// Runs a target, and says on which input if it panics.
+/// Bytes that a target may ask for in all, beside some for each byte of its input: a vocabulary's
+/// smallest arena, a few times over.
+const FIXED: u64 = 4 << 20;
+
+/// The same for each byte of the input; the targets themselves keep what they were told, for comparing.
+const EACH: u64 = 4096;
+
+/// Runs a target, and says on which input if it panics or takes memory that the input does not justify.
 fn run(target: &Target, what: &str, input: &[u8]) {
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| (target.run)(input))) {
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let bytes = bytes_allocated(|| (target.run)(input));
+        assert!(bytes <= FIXED + EACH * input.len() as u64, "{bytes} bytes for an input of {}", input.len());
+    }));
+    if let Err(panic) = result {
         println!("{}, {what}: {}", target.name, input.escape_ascii());
         resume_unwind(panic);
     }
@@ -15,6 +27,8 @@ fn run(target: &Target, what: &str, input: &[u8]) {
 fn check(name: &str) {
     let target = TARGETS.iter().find(|t| t.name == name).expect("a target");
     let inputs = target.inputs();
+    // What a target prepares once for the whole process is not an input's.
+    (target.run)(&[]);
     for (i, input) in inputs.iter().enumerate() {
         run(target, &format!("input {i}"), input);
     }

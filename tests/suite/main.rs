@@ -5,6 +5,7 @@ mod budgets;
 mod counting;
 mod faults;
 mod generate;
+mod docs;
 mod fuzzing;
 mod identity;
 mod ops;

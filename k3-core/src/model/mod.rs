@@ -8,6 +8,26 @@
 //! [`Model::forward_many`] is the same for several sequences in one pass. [`Model::verify`] is the same
 //! for ids that may be wrong: what would move the state on is noted in a [`Journal`], and
 //! [`Model::commit`] takes the steps that were right.
+//!
+//! Sizes come first, as numbers; then the memory, which is the caller's; then a pass. (A whole one is in
+//! the [crate's example](crate).)
+//!
+//! ```
+//! use k3_core::carve::{BufferError, Line};
+//! use k3_core::config::{ModelConfig, RELEASED_JSON};
+//! use k3_core::model::{Extent, State, Workspace};
+//!
+//! let config = ModelConfig::parse(RELEASED_JSON.as_bytes())?;
+//! let bytes = |lines: Option<usize>| lines.map(|n| n * Line::BYTES);
+//! let extent = Extent { chunk: 1, context: 4096, width: 2 };
+//! assert_eq!(bytes(State::lines(&config, extent.context)), Some(691_126_272));
+//! assert!(bytes(Workspace::lines(&config, extent)).unwrap() < 20_000_000);
+//!
+//! // Too little memory is an error that says how much would do.
+//! let error = State::new(&mut [Line::ZERO; 8], &config, extent.context).unwrap_err();
+//! assert!(matches!(error, BufferError::TooSmall { given: 8, .. }));
+//! # Ok::<(), k3_core::config::ConfigError>(())
+//! ```
 
 mod error;
 mod forward;

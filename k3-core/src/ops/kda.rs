@@ -6,6 +6,19 @@
 //! per head, position by position: S = alpha S;  S += k (beta (v - S^T k));  o = S^T q
 //! out = rms(o) * sig(gate)
 //! ```
+//!
+//! ```
+//! use k3_core::backend::Backend;
+//! use k3_core::exec::Serial;
+//! use k3_core::ops::kda::{Shape, recur};
+//!
+//! // A state that forgets nothing learns that the key (1, 0) means the value (3, 4), and is asked for it.
+//! let shape = Shape { positions: 1, heads: 1, head_dim: 2, kernel: 4 };
+//! let (mut state, mut out) = ([0.0; 4], [0.0; 2]);
+//! let qkv = [1.0, 0.0, 1.0, 0.0, 3.0, 4.0];
+//! recur(Backend::detect(), &Serial, shape, &mut state, &qkv, &[1.0, 1.0], &[1.0], &mut out);
+//! assert_eq!((state, out), ([3.0, 4.0, 0.0, 0.0], [3.0, 4.0]));
+//! ```
 
 use super::norm::{l2_normalize, rms_norm};
 use crate::backend::Backend;

@@ -4,6 +4,18 @@
 //! `sum exp(l - max)` goes over sixteen lanes by index, folded by the one tree, and `exp` and `ln`
 //! are the core's own and `libm`'s pure Rust. So two machines that agree on the logits, and all do,
 //! agree on the last bit of a perplexity.
+//!
+//! ```
+//! use k3_core::ops::loss::{Loss, nll};
+//! use k3_core::view::TokenId;
+//!
+//! // Four equal logits: each of the ids is one bit of surprise twice over.
+//! let mut loss = Loss::default();
+//! loss.add(nll(&[1.5; 4], TokenId(2))?.expect("an id there is a logit for"), 2);
+//! assert_eq!((loss.perplexity(), loss.bits_per_byte()), (Some(4.0), Some(1.0)));
+//! assert_eq!(nll(&[1.5; 4], TokenId(4))?, None);
+//! # Ok::<(), k3_core::ops::sample::NonFiniteLogit>(())
+//! ```
 
 use super::sample::{NonFiniteLogit, argmax};
 use crate::backend::{LANES, fold};

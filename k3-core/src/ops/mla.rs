@@ -20,31 +20,31 @@ use crate::view::{Bf16Matrix, F32Matrix};
 
 /// Dimensions of one MLA layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub(crate) struct Shape {
     /// Positions of the chunk.
-    pub positions: usize,
+    pub(crate) positions: usize,
     /// `num_attention_heads`.
-    pub heads: usize,
+    pub(crate) heads: usize,
     /// `qk_nope_head_dim`.
-    pub nope: usize,
+    pub(crate) nope: usize,
     /// `qk_rope_head_dim`.
-    pub rope: usize,
+    pub(crate) rope: usize,
     /// `v_head_dim`.
-    pub value: usize,
+    pub(crate) value: usize,
     /// `kv_lora_rank`.
-    pub rank: usize,
+    pub(crate) rank: usize,
 }
 
 impl Shape {
     /// Elements of a cached row.
     #[must_use]
-    pub const fn latent(self) -> usize {
+    pub(crate) const fn latent(self) -> usize {
         self.rank + self.rope
     }
 
     /// Rows of `kv_b_proj` for one head: its keys, then its values.
     #[must_use]
-    pub const fn head_rows(self) -> usize {
+    pub(crate) const fn head_rows(self) -> usize {
         self.nope + self.value
     }
 }

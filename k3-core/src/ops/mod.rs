@@ -10,12 +10,23 @@
 //!
 //! An operation never allocates, never knows which layer it serves, and gives the same bits for a
 //! chunk of positions as for one position at a time.
+//!
+//! ```
+//! use k3_core::backend::Backend;
+//! use k3_core::ops::{norm, sample, softmax};
+//!
+//! let (backend, mut x) = (Backend::detect(), [3.0, -1.0, 2.0]);
+//! norm::rms_norm_in_place(backend, &mut x, &[1.0, 1.0, 1.0], 1e-5);
+//! softmax::softmax(backend, &mut x);
+//! assert_eq!(sample::argmax(&x)?.map(|id| id.0), Some(0));
+//! # Ok::<(), sample::NonFiniteLogit>(())
+//! ```
 
 pub mod kda;
-pub mod linear;
+pub(crate) mod linear;
 pub mod loss;
-pub mod mla;
-pub mod moe;
+pub(crate) mod mla;
+pub(crate) mod moe;
 pub mod norm;
 pub mod residual;
 pub mod router;

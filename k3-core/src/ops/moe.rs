@@ -9,9 +9,9 @@ use crate::view::ExpertId;
 
 /// The picks of a chunk, grouped by expert.
 #[derive(Debug)]
-pub struct Groups<'a> {
+pub(crate) struct Groups<'a> {
     /// Distinct experts, rising.
-    pub distinct: &'a [ExpertId],
+    pub(crate) distinct: &'a [ExpertId],
     starts: &'a [u32],
     pairs: &'a [u32],
 }
@@ -23,7 +23,7 @@ impl<'a> Groups<'a> {
     /// * `pairs`: as long as `ids`;
     /// * `distinct`: as long as the number of different ids can be.
     #[must_use]
-    pub fn new(ids: &[u32], starts: &'a mut [u32], pairs: &'a mut [u32], distinct: &'a mut [ExpertId]) -> Self {
+    pub(crate) fn new(ids: &[u32], starts: &'a mut [u32], pairs: &'a mut [u32], distinct: &'a mut [ExpertId]) -> Self {
         starts.fill(0);
         for &id in ids {
             starts[id as usize] += 1;
@@ -51,7 +51,7 @@ impl<'a> Groups<'a> {
 
     /// The pairs `position * k + rank` that chose the `i`-th distinct expert, rising.
     #[must_use]
-    pub fn pairs(&self, i: usize) -> &'a [u32] {
+    pub(crate) fn pairs(&self, i: usize) -> &'a [u32] {
         let id = self.distinct[i].get();
         &self.pairs[self.starts[id] as usize..self.starts[id + 1] as usize]
     }

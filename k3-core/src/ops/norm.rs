@@ -3,6 +3,15 @@
 //! Squares are summed in f64 by the lane rule; `1 / sqrt` is taken in f64 (`libm`'s is correctly
 //! rounded everywhere); `w * x` is exact in f64, so an output is rounded twice in f64 and once to
 //! f32, in the same way on every machine.
+//!
+//! ```
+//! use k3_core::backend::Backend;
+//! use k3_core::ops::norm::rms_norm;
+//!
+//! let mut out = [0.0; 2];
+//! rms_norm(Backend::detect(), &[1.0, 7.0], &[1.0, -2.0], 0.0, &mut out);
+//! assert_eq!(out, [0.2, -2.8]); // the root of the mean square is 5
+//! ```
 
 use crate::backend::Backend;
 

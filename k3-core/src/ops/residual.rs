@@ -2,6 +2,17 @@
 //!
 //! Every sub-layer reads a softmax mix of the finished blocks and the running sum. The keys are
 //! normed, the values are raw.
+//!
+//! ```
+//! use k3_core::backend::Backend;
+//! use k3_core::exec::Serial;
+//! use k3_core::ops::residual::mix;
+//!
+//! // Two sources of one position with equal keys: the mix is their mean.
+//! let (values, mut scores, mut out) = ([1.0, 0.0, 0.0, 1.0], [0.0; 2], [0.0; 2]);
+//! mix(Backend::detect(), &Serial, &values, 2, &[1.0, 1.0], 1e-5, &mut scores, &mut out);
+//! assert_eq!(out, [0.5, 0.5]);
+//! ```
 
 use super::norm::{inverse_rms, round};
 use super::softmax::softmax;

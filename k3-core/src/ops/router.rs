@@ -1,4 +1,13 @@
 //! The router: which experts a position uses, and with what weight (spec 3.6).
+//!
+//! ```
+//! use k3_core::ops::router::route;
+//!
+//! // The bias brings the last expert in; its weight comes from its score alone.
+//! let (mut ids, mut weights) = ([0; 2], [0.0; 2]);
+//! assert!(route(&[0.75, 0.5, 0.25], &[0.0, 0.0, 1.0], true, 1.0, &mut ids, &mut weights));
+//! assert_eq!((ids, weights), ([2, 0], [0.25, 0.75]));
+//! ```
 
 use super::norm::round;
 

@@ -45,6 +45,7 @@ use crate::view::TokenId;
 
 /// A logit that is not a number or not finite. It is never sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NonFiniteLogit {
     /// The first id whose logit is not finite.
     pub id: TokenId,

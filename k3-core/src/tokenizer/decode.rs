@@ -10,6 +10,7 @@ use crate::view::TokenId;
 
 /// An id that is neither a token nor of the special block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct UnknownId {
     /// The id.
     pub id: TokenId,

@@ -79,6 +79,7 @@ use pretoken::{Chunk, Chunks, Split};
 
 /// A piece of the text needs more scratch memory than was given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct EncodeError {
     /// Where the piece starts, in bytes of the text.
     pub at: usize,

@@ -288,7 +288,8 @@ impl<'a> Specials<'a> {
         }
         let needed = self.used.saturating_add(name.len());
         let full = SpecialError::Full { needed, given: self.arena.len() };
-        let place = self.arena.get_mut(self.used..needed).ok_or(full)?;
+        // By length and not by range, so that the compiler sees that the copy fits.
+        let place = self.arena.get_mut(self.used..).and_then(|rest| rest.get_mut(..name.len())).ok_or(full)?;
         place.copy_from_slice(name.as_bytes());
         let at = u32::try_from(self.used).map_err(|_| full)?;
         let len = u32::try_from(name.len()).map_err(|_| full)?;

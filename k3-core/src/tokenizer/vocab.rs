@@ -287,7 +287,7 @@ fn decode(text: &[u8], out: &mut [u8]) -> Option<()> {
         }
         let [_, bytes @ ..] = word.to_be_bytes();
         let (used, unused) = bytes.split_at_checked(part.len())?;
-        part.copy_from_slice(used);
+        part.iter_mut().zip(used).for_each(|(to, from)| *to = *from);
         // Bits behind the end must be zero, or two spellings would mean one token.
         if unused.iter().any(|&b| b != 0) {
             return None;

@@ -1,0 +1,10 @@
+// run.mjs PROGRAM [ARG...]: the runner of WASI programs.
+import { readFileSync } from "node:fs";
+import { WASI } from "node:wasi";
+
+const [program, ...args] = process.argv.slice(2);
+const wasi = new WASI({ version: "preview1", args: [program, ...args], env: {}, returnOnExit: true });
+const { instance } = await WebAssembly.instantiate(readFileSync(program), {
+  wasi_snapshot_preview1: wasi.wasiImport,
+});
+process.exit(wasi.start(instance));
