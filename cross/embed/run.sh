@@ -32,7 +32,8 @@ for way in "${ways[@]}"; do
             apt-get update -qq
             apt-get install -y -qq --no-install-recommends nodejs >/dev/null
         fi
-        rust=${K3_CROSS_DIR:-$PWD/../../target/cross}/rust
+        cross=${K3_CROSS_DIR:-$(cd ../.. && pwd)/target/cross}
+        rust=$cross/rust
         if [ ! -x "$rust/rustc" ]; then
             apt-get update -qq
             ../toolchain.sh "$rust"
@@ -40,8 +41,9 @@ for way in "${ways[@]}"; do
         lld=$(rustc --print sysroot)/lib/rustlib/x86_64-unknown-linux-gnu/bin/rust-lld
         RUSTC=$rust/rustc RUSTC_BOOTSTRAP=1 CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER=$lld \
             CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_RUSTFLAGS="-Clink-arg=--export=__heap_base" \
-            cargo -Zbuild-std=core build --release --quiet --target wasm32-unknown-unknown --target-dir "$target"
-        node main.mjs "$target/wasm32-unknown-unknown/release/k3_embed.wasm" "$archive" "$prompt" "$ids" > "$target/wasm.txt"
+            cargo -Zbuild-std=core build --release --quiet --target wasm32-unknown-unknown --target-dir "$cross/target"
+        module=$cross/target/wasm32-unknown-unknown/release/k3_embed.wasm
+        node main.mjs "$module" "$archive" "$prompt" "$ids" > "$target/wasm.txt"
         ;;
     *)
         echo "no such way: $way (known: c wasm)" >&2

@@ -805,7 +805,9 @@ mod tests {
     /// Time is linear in the document: counted, since clocks of busy machines prove nothing.
     #[test]
     fn no_document_is_looked_at_more_than_a_few_times() {
-        let shapes: [(&str, fn(usize) -> String); 12] = [
+        // A name, and a document of about so many bytes.
+        type Shape = (&'static str, fn(usize) -> String);
+        let shapes: [Shape; 12] = [
             ("deep", |n| format!("{}{}", "[".repeat(n.min(MAX_DEPTH)), "]".repeat(n.min(MAX_DEPTH)))),
             ("too deep", |n| "[".repeat(n)),
             ("one string", |n| format!("\"{}\"", "x".repeat(n))),

@@ -100,8 +100,8 @@
 //!    [`Decoder`](tokenizer::Decoder) for its bytes.
 //!
 //! The unit of memory is a [`Line`](carve::Line) of 64 bytes, on a border of 64. Weights are bytes of any
-//! alignment. The repository's `cross/embed` is all of this as a C library and a wasm module, and its
-//! `Weights` from one buffer has 60 lines.
+//! alignment. The repository's `cross/embed` is all of this as a C library and a wasm module; its
+//! `Weights` over one buffer, with the reading of headers and an executor, is a file of 160 lines.
 //!
 //! # Versions
 //!
@@ -110,7 +110,8 @@
 //! Errors and what they list are `#[non_exhaustive]`; a new one, a back end, or a file that is refused
 //! with a better reason is minor. So is a newer Rust than 1.89, said in the change log. Before 1.0 the
 //! middle number counts as the major one. Sizes ([`State::lines`](model::State::lines) and its like) are to
-//! be asked for and not to be written down.
+//! be asked for and not to be written down. One dependency shows: parts are carved as
+//! [`bytemuck::Pod`] types of bytemuck 1.
 //!
 //! # The floating-point contract
 //!

@@ -3,10 +3,10 @@
 mod alloc;
 mod budgets;
 mod counting;
-mod faults;
-mod generate;
 mod docs;
+mod faults;
 mod fuzzing;
+mod generate;
 mod identity;
 mod ops;
 mod oracle;

@@ -157,7 +157,7 @@ pub fn config(data: &[u8]) {
         assert!(checkpoint::layer_bytes(&config, layer) > 0);
     }
     let census = checkpoint::census(&config);
-    assert!(census.total().tensors as usize <= checkpoint::slot_count(&config));
+    assert!(census.total().tensors <= checkpoint::slot_count(&config) as u64);
     for tensor in checkpoint::expected(&config).take(200) {
         let slot = checkpoint::slot(tensor, &config);
         assert_eq!(checkpoint::tensor_at(slot, &config), Some(tensor));
