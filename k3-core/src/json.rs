@@ -822,7 +822,7 @@ mod tests {
             ("quotes in a row", |n| format!("[{}\"\"]", "\"\",".repeat(n / 3))),
         ];
         for (name, shape) in shapes {
-            for n in [100, 1000, 10_000, 100_000] {
+            for n in [100, 3000, 30_000] {
                 let text = shape(n);
                 STEPS.set(0);
                 let whole = events(text.as_bytes());
