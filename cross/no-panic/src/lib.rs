@@ -10,6 +10,7 @@
 
 use core::hint::black_box;
 use k3_core::carve::Line;
+use k3_core::chat::{self, Part};
 use k3_core::checkpoint::{Named, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::json::{Event, JsonError, Parser, State};
@@ -133,6 +134,23 @@ entries! {
     fn entry_utf8(stream: &mut Utf8Stream, bytes: &[u8], out: &mut dyn FnMut(&str)) {
         stream.push(bytes, &mut *out);
         stream.finish(out);
+    }
+
+    fn entry_chat_parse(parser: &mut chat::Parser<'_>, part: Part<'_>, out: &mut dyn FnMut(&str)) -> bool {
+        let done = parser.push(part, |event| {
+            if let chat::Event::Open { attributes, .. } = event {
+                attributes.iter().for_each(|(key, _)| out(key));
+            }
+        });
+        done.is_ok()
+    }
+
+    fn entry_chat_render(prompt: &chat::Prompt<'_>, buffer: &mut [u8], out: &mut dyn FnMut(Part<'_>)) -> bool {
+        let done = prompt.render(buffer, |part| {
+            out(part);
+            Ok::<(), core::convert::Infallible>(())
+        });
+        done.is_ok()
     }
 
     fn entry_views(bytes: &[u8], scales: &[u8], rows: usize, cols: usize) -> usize {

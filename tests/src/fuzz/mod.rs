@@ -45,6 +45,11 @@ pub const TARGETS: &[Target] = &[
     Target { mutations: 2000, ..Target::binary("tensor", targets::tensor, targets::tensor_seeds) },
     Target { mutations: 1000, ..Target::binary("views", targets::views, targets::views_seeds) },
     Target { mutations: 1000, ..Target::binary("trace", targets::trace, targets::trace_seeds) },
+    Target {
+        mutations: 2000,
+        words: targets::TAGS,
+        ..Target::binary("conversation", targets::conversation, targets::conversation_seeds)
+    },
     Target { mutations: 4000, max_len: 256, ..Target::binary("size", targets::size, targets::size_seeds) },
 ];
 

@@ -5,13 +5,14 @@ use super::memory::Files;
 use crate::root;
 use k3_core::backend::{Backend, Layout, Panel};
 use k3_core::carve::Line;
+use k3_core::chat::{self, Part, Start};
 use k3_core::checkpoint::{self, Named, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::json::{Event, JsonError, MAX_DEPTH, Parser, State};
 use k3_core::math::canonical_bits;
 use k3_core::model::{Extent, Workspace};
 use k3_core::safetensors::{self, Header};
-use k3_core::tokenizer::{self, ControlText, Decoder, Pieces, Specials, Utf8Stream, Vocab};
+use k3_core::tokenizer::{self, Control, ControlText, Decoder, Pieces, Specials, Utf8Stream, Vocab};
 use k3_core::view::{Bf16Matrix, GROUP, Mxfp4Matrix};
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::index::Index;
@@ -621,4 +622,103 @@ pub fn size_seeds() -> Vec<Vec<u8>> {
     ["2G", " 1.5 GiB ", "123", "0.000000000001T", "18446744073709551615", "1.0000000000000000001KiB", "9kB", "x"]
         .map(|text| text.as_bytes().to_vec())
         .into()
+}
+
+/// Words of the wire, for the mutations of [`conversation`].
+pub const TAGS: &[&str] = &[
+    "message",
+    "think",
+    "response",
+    "tools",
+    "call",
+    "argument",
+    "json",
+    " role=\"",
+    " key=\"",
+    " tool=\"",
+    " type=\"",
+    " index=\"1\"",
+    "\"",
+    "&quot;",
+    "&amp;",
+    "=",
+    " ",
+];
+
+/// A conversation as parts: control ids by a byte of 0xf8 and above, texts between them. The parser never
+/// panics, closes what it opened, and what it calls malformed has a reason.
+pub fn conversation(data: &[u8]) {
+    const CONTROLS: [Control; 8] = [
+        Control::OPEN,
+        Control::CLOSE,
+        Control::SEP,
+        Control::END_OF_MSG,
+        Control::EOS,
+        Control::BOS,
+        Control::MEDIA_PAD,
+        Control::at(200),
+    ];
+    let Some((&first, rest)) = data.split_first() else { return };
+    let start = [Start::Outside, Start::Think, Start::Response][usize::from(first % 3)];
+    let mut buffer = [0; 64];
+    let mut parser = chat::Parser::new(start, &mut buffer);
+    let mut depth = parser.opened().len();
+    let mut push = |part: Part<'_>| {
+        let result = parser.push(part, |event| match event {
+            chat::Event::Open { attributes, .. } => {
+                depth += 1;
+                for (key, value) in attributes.iter() {
+                    assert!(!key.is_empty() && attributes.get(key).is_some());
+                    assert!(value.chars().count() <= 64);
+                }
+            }
+            chat::Event::Close { .. } => depth = depth.checked_sub(1).expect("what is closed was open"),
+            chat::Event::Text { bytes, .. } => assert!(!bytes.is_empty()),
+            chat::Event::End => {}
+        });
+        if let Err(error) = result {
+            message(&error);
+        }
+    };
+    let mut text = 0;
+    for (at, &byte) in rest.iter().enumerate() {
+        if byte >= 0xf8 {
+            if text < at {
+                push(Part::Text(&rest[text..at]));
+            }
+            push(Part::Control(CONTROLS[usize::from(byte & 7)]));
+            text = at + 1;
+        }
+    }
+    push(Part::Text(&rest[text..]));
+}
+
+/// An answer with everything an answer may have, a whole conversation, and tags that are none.
+#[must_use]
+pub fn conversation_seeds() -> Vec<Vec<u8>> {
+    // 0xf8 opens, 0xf9 closes, 0xfa ends a tag, 0xfb ends the message.
+    let wire = |start: u8, text: &str| {
+        let mut bytes = vec![start];
+        for (i, part) in text.split(['<', '>', '/', '.']).enumerate() {
+            bytes.extend_from_slice(part.as_bytes());
+            let mark = text.bytes().filter(|b| b"<>/.".contains(b)).nth(i);
+            bytes.extend(mark.map(|mark| match mark {
+                b'<' => 0xf8,
+                b'/' => 0xf9,
+                b'>' => 0xfa,
+                _ => 0xfb,
+            }));
+        }
+        bytes
+    };
+    vec![
+        wire(1, "let me see/think><response>the answer/response>/message>."),
+        wire(
+            2,
+            "/response><tools><call tool=\"a\" index=\"1\"><argument key=\"k\" type=\"string\">v/argument>\
+             <argument key=\"&quot;&amp;\" type=\"number\">1/argument>/call>/tools>/message>.",
+        ),
+        wire(0, "<message role=\"user\">hello/message>.<message role=\"assistant\"><think>"),
+        wire(0, "<message role=user><massage>/tools>."),
+    ]
 }
