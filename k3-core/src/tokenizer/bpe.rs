@@ -39,13 +39,16 @@ const WIDTH: usize = 16;
 const NONE: u32 = NO_RANK;
 
 /// Bytes of a window.
-pub(super) const WINDOW: usize = 64;
+pub(super) const WINDOW: usize = 1 << PLACE_BITS;
+
+/// Bits of a place in a window.
+const PLACE_BITS: u32 = 6;
 
 /// Tokens a window may lose at its end before windows are given up.
 const DROPPED: usize = 6;
 
 // A key is a rank above a place in a window, and below NONE.
-const _: () = assert!(MAX_TOKENS.saturating_mul(WINDOW) < NONE as usize);
+const _: () = assert!(MAX_TOKENS << PLACE_BITS < NONE as usize);
 
 /// Bytes up to which a piece needs no scratch memory.
 pub const SHORT_PIECE: usize = 256;
@@ -259,7 +262,7 @@ impl Window {
     #[inline]
     pub(super) fn merge(&mut self, merges: &Merges<'_>, piece: &[u8]) {
         let used = piece.len().div_ceil(WIDTH).min(WINDOW / WIDTH);
-        self.starts = u64::MAX.wrapping_shr((WINDOW as u32).wrapping_sub(piece.len() as u32));
+        self.starts = u64::MAX.wrapping_shr((1u32 << PLACE_BITS).wrapping_sub(piece.len() as u32));
         for (rank, &byte) in self.ranks.iter_mut().zip(piece) {
             *rank = merges.byte(byte);
         }
@@ -275,7 +278,7 @@ impl Window {
             if low == NONE {
                 return;
             }
-            let (at, rank) = (low % WINDOW as u32, low / WINDOW as u32);
+            let (at, rank) = (low & ((1 << PLACE_BITS) - 1), low >> PLACE_BITS);
             // The part behind goes; the one behind that is the new neighbour.
             let behind = self.starts & (u64::MAX - 1).wrapping_shl(at);
             let rest = behind & behind.wrapping_sub(1);
@@ -337,7 +340,7 @@ impl Window {
 /// A rank above a place.
 #[inline(always)]
 fn keyed(rank: u32, at: u32) -> u32 {
-    if rank == NONE { NONE } else { rank.wrapping_mul(WINDOW as u32) | at }
+    if rank == NONE { NONE } else { rank << PLACE_BITS | at }
 }
 
 /// The parts of a piece while it is being merged.
