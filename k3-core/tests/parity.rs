@@ -16,22 +16,22 @@ struct Crc(u32);
 
 static CRC: [u32; 256] = {
     let mut table = [0; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let (mut value, mut bit) = (byte as u32, 0);
+    let (mut at, mut byte) = (0, 0u32);
+    while at < 256 {
+        let (mut value, mut bit) = (byte, 0);
         while bit < 8 {
             value = if value & 1 == 1 { value >> 1 ^ 0xedb8_8320 } else { value >> 1 };
             bit += 1;
         }
-        table[byte] = value;
-        byte += 1;
+        table[at] = value;
+        (at, byte) = (at + 1, byte + 1);
     }
     table
 };
 
 impl Crc {
     fn add(&mut self, bytes: &[u8]) {
-        let next = |crc: u32, &byte: &u8| CRC[(crc as u8 ^ byte) as usize] ^ crc >> 8;
+        let next = |crc: u32, &byte: &u8| CRC[usize::from(crc.to_le_bytes()[0] ^ byte)] ^ crc >> 8;
         self.0 = !bytes.iter().fold(!self.0, next);
     }
 }
