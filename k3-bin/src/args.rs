@@ -17,7 +17,7 @@ Exit codes:
   0    done
   1    a check that was asked for failed
   2    usage, or a config or prompt that is refused
-  3    the checkpoint, vocabulary or session is damaged, incomplete or of another model
+  3    the checkpoint, packed trunk, vocabulary or session is damaged, incomplete or of another model
   4    the budget cannot hold the request
   5    I/O failed while running
   6    the arithmetic went non-finite
@@ -52,11 +52,15 @@ pub(crate) enum Command {
     /// Says what this machine, its disk and a checkpoint can do, and what to type.
     Doctor(Box<Doctor>),
 
-    /// Says what the bytes of a checkpoint are: every tensor, counted and held against the files.
+    /// Says what the bytes of a checkpoint are: every tensor, counted and held against the files. Of a packed
+    /// trunk (k3 pack), its table.
     Inspect(Box<Inspect>),
 
     /// Checks a checkpoint: structure, digests, scales, and outputs against those of another engine.
     Verify(Box<Verify>),
+
+    /// Copies the trunk into one verified file, losslessly a quarter smaller, or checks such a file.
+    Pack(Pack),
 
     /// Replays an expert trace against arenas of other sizes.
     Cachesim(Cachesim),
@@ -143,6 +147,15 @@ pub(crate) struct Common {
     /// [default: 60].
     #[arg(long, value_name = "SECONDS")]
     pub(crate) io_timeout: Option<u32>,
+
+    /// A packed trunk (k3 pack) to read instead of the shards' trunk; "auto" is trunk.k3 in MODEL_DIR if
+    /// it is there and of this model, "none" is the shards.
+    #[arg(long, value_name = "FILE", default_value = "auto")]
+    pub(crate) trunk: PathBuf,
+
+    /// Reads no faster than so many GB a second, to see what another disk would do.
+    #[arg(long, value_name = "GB/S", hide = true)]
+    pub(crate) disk_limit: Option<f64>,
 
     /// Which experts stay in memory.
     #[arg(long, value_enum, default_value_t = Experts::Frequency)]
@@ -559,6 +572,59 @@ pub(crate) fn thinking(text: &str) -> Result<k3_core::chat::Thinking, String> {
             .map(|effort| Thinking::On(Some(effort)))
             .ok_or_else(|| "it is off, on, low, high or max".to_owned()),
     }
+}
+
+const PACK_EXAMPLES: &str = "\
+Examples:
+  k3 pack /models/kimi-k3 /models/kimi-k3/trunk.k3
+  k3 pack /models/kimi-k3 /fast/trunk.k3 --threads 8
+  k3 run /models/kimi-k3 --trunk /fast/trunk.k3 --prompt \"Hello\"
+  k3 pack --verify /fast/trunk.k3 /models/kimi-k3
+
+As MODEL_DIR/trunk.k3 the file is found by itself. An interrupted pack goes on where it stopped when the
+same command is given again; until it is whole and read back it is called OUT.part.";
+
+#[derive(Debug, Args)]
+#[command(after_help = PACK_EXAMPLES, override_usage = "\
+k3 pack [OPTIONS] MODEL_DIR OUT
+       k3 pack --verify OUT [MODEL_DIR]")]
+pub(crate) struct Pack {
+    /// The checkpoint's directory; with --verify, the packed file.
+    #[arg(value_name = "MODEL_DIR")]
+    pub(crate) first: PathBuf,
+
+    /// The file to write, which must not exist; with --verify, the model to compare it with.
+    #[arg(value_name = "OUT")]
+    pub(crate) second: Option<PathBuf>,
+
+    /// Codes matrices so that they take three quarters; every bit is preserved. This is the default.
+    #[arg(long, conflicts_with = "raw")]
+    pub(crate) lossless: bool,
+
+    /// Copies weights as they are.
+    #[arg(long)]
+    pub(crate) raw: bool,
+
+    /// Threads that read and code [default: the physical cores this process may use].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+
+    /// Does not read the file back before it gets its name.
+    #[arg(long)]
+    pub(crate) no_verify: bool,
+
+    /// Checks a packed file: all its checksums, and every weight if MODEL_DIR is given. Exit code 1 says
+    /// that it is not whole.
+    #[arg(long, conflicts_with_all = ["lossless", "raw", "threads", "no_verify"])]
+    pub(crate) verify: bool,
+
+    /// Reads no faster than so many GB a second: for tests.
+    #[arg(long, value_name = "GB/S", hide = true)]
+    pub(crate) disk_limit: Option<f64>,
+
+    /// No progress and no summary.
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
 }
 
 #[derive(Debug, Args)]

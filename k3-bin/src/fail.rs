@@ -3,6 +3,7 @@
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
 use k3_platform::io::ReadFault;
+use k3_platform::pack::PackFault;
 use k3_platform::session::SessionError;
 use k3_platform::synth::SynthError;
 use std::io::{ErrorKind, IsTerminal as _, Write as _};
@@ -110,6 +111,22 @@ impl From<Error> for Failure {
             }
             Error::Budget(_) => (BUDGET, Some("give more with --memory, or ask for less with --context or --chunk")),
             Error::Memory(_) => (BUDGET, Some("the system gave less than it said was free: lower --memory")),
+            Error::Pack(e) => match &e.fault {
+                PackFault::OtherModel(_) | PackFault::OtherTensors { .. } => {
+                    (DAMAGED, Some("pack this model with k3 pack, or run without it by --trunk none"))
+                }
+                PackFault::Exists => (USAGE, Some("name another file, or delete this one")),
+                PackFault::Create(_) => (USAGE, Some("name a file in a directory that can be written")),
+                PackFault::Busy => (IO, Some("wait for it, or name another file")),
+                PackFault::Space { .. } => (IO, Some("make room, or name a file on another disk; nothing was written")),
+                PackFault::Write(_) => {
+                    (IO, Some("what is packed so far is kept in OUT.part; the same command goes on from there"))
+                }
+                PackFault::Verify { .. } => (IO, Some("the disk does not keep what is written to it: check it")),
+                PackFault::Codec => (IO, Some("please report it; --raw packs without the code")),
+                PackFault::Version(_) => (DAMAGED, Some("pack the model again with this k3")),
+                _ => (DAMAGED, Some("delete the file and pack the model again, or run without it by --trunk none")),
+            },
             Error::Read(inner) => match inner.fault {
                 ReadFault::Stalled { .. } => {
                     (IO, Some("the disk, or the way to it, does not answer; --io-timeout SECONDS waits longer"))
@@ -118,6 +135,10 @@ impl From<Error> for Failure {
                 ReadFault::System(_) => {
                     (IO, Some("the system could not read this; `k3 verify --hash` finds all such files"))
                 }
+                ReadFault::Checksum { .. } => (
+                    DAMAGED,
+                    Some("delete the packed trunk and pack the model again, or run without it by --trunk none"),
+                ),
                 _ => (IO, None),
             },
             Error::Forward(inner) => match **inner {

@@ -4,6 +4,7 @@ use crate::args::Inspect as Args;
 use crate::fail::{BUDGET, Failure};
 use crate::report::{self, grouped};
 use crate::start::{Opened, Options, Wanted};
+use crate::trunk;
 use k3_core::checkpoint::{Class, Sum, layer_bytes};
 use k3_core::config::{LayerKind, MlpKind};
 use k3_platform::inventory::{Inventory, Kind};
@@ -15,10 +16,7 @@ use std::fmt::Write as _;
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn inspect(args: &Args) -> Result<u8, Failure> {
     if let Some(path) = args.common.model.as_ref().filter(|path| path.is_file()) {
-        return Err(Failure::usage(
-            format!("{}: not a directory", path.display()),
-            "name the directory that holds config.json and the shards",
-        ));
+        return trunk::show(path, args.common.json);
     }
     let opened = Options::new(&args.common)?.open()?;
     let inventory = Inventory::of(&opened.checkpoint);

@@ -291,6 +291,7 @@ impl Task<'_> {
         command.args(["--max-tokens", &self.args.max_tokens.to_string(), "--backend", &common.backend]);
         command.args(["--io", if common.io == Io::Direct { "direct" } else { "buffered" }]);
         command.args(["--experts", if common.experts == Experts::Lru { "lru" } else { "frequency" }]);
+        command.arg("--trunk").arg(&common.trunk);
         if let Some(threads) = common.threads {
             command.args(["--threads", &threads.to_string()]);
         }

@@ -18,6 +18,7 @@ mod listing;
 mod messages;
 mod npy;
 mod output;
+mod pack;
 mod perplexity;
 mod plan;
 mod report;
@@ -29,6 +30,7 @@ mod svg;
 mod synth;
 mod text;
 mod tokens;
+mod trunk;
 mod verify;
 
 use args::Command;
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         Command::Perplexity(perplexity) => perplexity::perplexity(&perplexity),
         Command::Plan(plan) => plan::plan(&plan),
         Command::Ladder(ladder) => ladder::ladder(&ladder),
+        Command::Pack(args) => pack::pack(&args),
         Command::Tokenize(tokenize) => tokens::tokenize(&tokenize),
         Command::Detokenize(detokenize) => tokens::detokenize(&detokenize),
         Command::Inspect(inspect) => inspect::inspect(&inspect),

@@ -3,8 +3,9 @@
 use crate::args::Plan as Args;
 use crate::fail::Failure;
 use crate::report;
-use crate::start::{Options, Wanted};
+use crate::start::{Opened, Options, Wanted};
 use crate::text;
+use k3_platform::plan::Plan;
 use k3_platform::speed;
 use k3_platform::units::human;
 use k3_platform::vocabulary::VocabularyFiles;
@@ -24,7 +25,9 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
     let mut files = text::vocabulary(&opened.checkpoint, false)?;
     let tokenizer = files.as_mut().map(VocabularyFiles::load).transpose()?.map_or(0, |v| v.bytes());
     let context = args.context.max(1);
-    let plan = opened.plan(Wanted { context, prompt: context, tokenizer, ..Wanted::default() })?;
+    let wanted = Wanted { context, prompt: context, tokenizer, ..Wanted::default() };
+    let plan = opened.plan(wanted)?;
+    let raw = opened.plan_of_shards(wanted);
     let measured = match args.disk {
         Some(_) => None,
         None => Some(speed::sequential(&opened.checkpoint, MEASURE)?),
@@ -42,6 +45,7 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
             "memory": report::memory(&plan),
             "ledger": ledger,
             "ring": {"slots": plan.ring, "slot_bytes": plan.slot},
+            "trunk": trunk_json(&opened, &plan, raw.as_ref()),
             "read_per_token": {"trunk_bytes": trunk, "experts_bytes_at_most": experts},
             "disk": {"bytes_per_second": rate, "measured": measured.is_some()},
             "seconds_per_token": {"at_least": seconds(trunk), "at_most": seconds(trunk + experts)},
@@ -50,12 +54,13 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
         let source = if measured.is_some() { "measured" } else { "given" };
         report::print(&format!(
             "memory plan for {} ({} threads, {} kernels):\n{}\n\
-             a generated token reads {} of trunk and at most {} of experts\n\
+             {}a generated token reads {} of trunk and at most {} of experts\n\
              at {:.2} GB/s ({source}) the disk takes {:.3} s to {:.3} s for a token",
             human(plan.budget),
             plan.extent.width,
             opened.backend().name(),
             plan.ledger,
+            trunk_line(&opened, &plan, raw.as_ref()),
             human(trunk),
             human(experts),
             rate / 1e9,
@@ -64,4 +69,27 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
         ))?;
     }
     Ok(0)
+}
+
+/// The packed trunk beside the raw one, in a line; nothing where there is none.
+fn trunk_line(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> String {
+    let (Some(pack), Some(raw)) = (opened.checkpoint.pack(), raw) else { return String::new() };
+    let show = |plan: &Plan| format!("{} layers pinned, {} read", plan.pinned, human(plan.trunk_read));
+    format!("trunk from {}: {}; from the shards: {}\n", pack.path().display(), show(plan), show(raw))
+}
+
+/// The same for programs.
+fn trunk_json(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> serde_json::Value {
+    let show = |plan: &Plan| json!({"pinned_layers": plan.pinned, "head_pinned": plan.head_pinned, "read_bytes": plan.trunk_read});
+    let Some(pack) = opened.checkpoint.pack() else { return json!({"pack": null, "shards": show(plan)}) };
+    json!({
+        "pack": {
+            "file": pack.path().display().to_string(),
+            "bytes": pack.file_len(),
+            "raw_bytes": pack.raw_bytes(),
+            "form": if pack.is_coded() { "lossless" } else { "raw" },
+            "plan": show(plan),
+        },
+        "shards": raw.map(show),
+    })
 }

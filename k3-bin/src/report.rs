@@ -107,6 +107,66 @@ pub(crate) fn grouped(number: u64) -> String {
     text
 }
 
+/// A progress line of bytes, with their rate and the time that is left.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    enabled: bool,
+    terminal: bool,
+    what: &'static str,
+    started: Instant,
+    last: Instant,
+    /// What was done when it began.
+    first: u64,
+    shown: bool,
+}
+
+impl Meter {
+    pub(crate) fn new(enabled: bool) -> Self {
+        let (now, terminal) = (Instant::now(), std::io::stderr().is_terminal());
+        Self { enabled, terminal, what: "", started: now, last: now, first: 0, shown: false }
+    }
+
+    /// Names what begins now; `first` bytes of it are done.
+    pub(crate) fn begin(&mut self, what: &'static str, first: u64) {
+        (self.what, self.first, self.started) = (what, first, Instant::now());
+    }
+
+    /// So many bytes are done.
+    pub(crate) fn update(&mut self, done: u64, total: u64) {
+        let every = if self.terminal { EVERY } else { EVERY * 50 };
+        let elapsed = self.started.elapsed();
+        if !self.enabled || elapsed < SILENT || self.last.elapsed() < every {
+            return;
+        }
+        self.last = Instant::now();
+        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
+        let rate = (done.saturating_sub(self.first)) as f64 / elapsed.as_secs_f64();
+        #[expect(clippy::cast_precision_loss, reason = "a time for people")]
+        let left = total.saturating_sub(done) as f64 / rate.max(1.0);
+        let mut err = std::io::stderr().lock();
+        let (end, start) = if self.terminal { ("", "\r\x1b[K") } else { ("\n", "") };
+        // A closed standard error must not end the work.
+        let _ = write!(
+            err,
+            "{start}{}: {} of {}, {:.2} GB/s, {left:.0} s left{end}",
+            self.what,
+            human(done),
+            human(total),
+            rate / 1e9
+        )
+        .and_then(|()| err.flush());
+        self.shown = self.terminal;
+    }
+
+    /// Takes the line away, before other output.
+    pub(crate) fn clear(&mut self) {
+        if self.shown {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+            self.shown = false;
+        }
+    }
+}
+
 /// Prints the plan.
 pub(crate) fn plan(plan: &Plan, backend: &str) {
     let mut err = std::io::stderr().lock();

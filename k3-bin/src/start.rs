@@ -10,8 +10,9 @@ use k3_core::backend::Backend;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, PATIENCE, Source};
+use k3_platform::io::{Disk, Mode, PATIENCE, Source, Throttled};
 use k3_platform::memory::{available, default_threads, rss};
+use k3_platform::pack;
 use k3_platform::plan::{Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::units;
@@ -159,6 +160,7 @@ impl<'a> Options<'a> {
             Some(included) => included,
             None => faults::wrap(&disk)?,
         };
+        let source = throttled(source, self.common.disk_limit);
         Ok(Located { options: self, disk, demo, stop, source, dir })
     }
 }
@@ -169,6 +171,7 @@ impl<'a> Located<'a> {
         let Self { options, disk, demo, stop, source, dir } = self;
         let mut checkpoint = Checkpoint::open(&dir, source)?;
         checkpoint.set_patience(options.patience());
+        use_pack(&mut checkpoint, options.common)?;
         Ok(Opened { options, disk, demo, stop, checkpoint })
     }
 
@@ -210,6 +213,14 @@ impl Opened<'_> {
     pub(crate) fn named(&self) -> Option<&Path> {
         let included = self.demo.as_ref().is_some_and(Demo::is_included);
         (!included).then(|| self.checkpoint.dir())
+    }
+
+    /// The plan there would be without the packed trunk; `None` if there is none, or if the budget holds
+    /// no other.
+    pub(crate) fn plan_of_shards(&self, wanted: Wanted) -> Option<Plan> {
+        self.checkpoint.pack()?;
+        let touched = self.demo.as_ref().map_or(0, Demo::touched);
+        self.checkpoint.plan_of_shards(&self.request(self.options.budget, touched, wanted), wanted.tokenizer).ok()
     }
 
     fn request(&self, budget: u64, touched: u64, wanted: Wanted) -> Request {
@@ -269,6 +280,32 @@ impl Started {
             let _ = writeln!(std::io::stderr(), "note: this file system has no O_DIRECT; reads were buffered");
         }
     }
+}
+
+/// The same files, as slow as is asked (GB a second).
+pub(crate) fn throttled(source: Arc<dyn Source>, limit: Option<f64>) -> Arc<dyn Source> {
+    match limit {
+        Some(limit) if limit > 0.0 => Arc::new(Throttled::new(source, limit * 1e9)),
+        _ => source,
+    }
+}
+
+/// The packed trunk that is named, or one that is found and is of this model.
+fn use_pack(checkpoint: &mut Checkpoint, common: &Common) -> Result<(), Failure> {
+    if common.trunk == Path::new("none") {
+        return Ok(());
+    }
+    if common.trunk != Path::new("auto") {
+        return Ok(checkpoint.use_pack(&common.trunk)?);
+    }
+    let found = checkpoint.dir().join(pack::FILE_NAME);
+    if found.exists()
+        && let Err(error) = checkpoint.use_pack(&found)
+        && !common.quiet
+    {
+        let _ = writeln!(std::io::stderr(), "note: the packed trunk is not used: {error}");
+    }
+    Ok(())
 }
 
 fn backend(name: &str) -> Result<Backend, Failure> {

@@ -8,6 +8,8 @@ mod faults;
 mod ladder;
 #[path = "command/limits.rs"]
 mod limits;
+#[path = "command/pack.rs"]
+mod pack;
 #[path = "command/trust.rs"]
 mod trust;
 

@@ -557,6 +557,21 @@ impl Tensor {
         }
     }
 
+    /// Whether it may be kept in the lossless code of [`crate::coded`]: bf16 matrices that are used by
+    /// multiplying with them, and the embedding, of which a row is decoded at a time.
+    ///
+    /// Vectors are few bytes (0.1% of the released trunk) and decoded whole. `KvB` is asked for sums
+    /// across its rows as well as for products, head by head, and is 0.6% of the released trunk: a
+    /// second kernel for a saving of 0.15% is not worth its tests.
+    #[must_use]
+    pub const fn may_be_coded(self) -> bool {
+        match self {
+            Self::Global(t) => matches!(t, GlobalTensor::Embed | GlobalTensor::LmHead),
+            Self::Layer(_, LayerTensor::KvB) | Self::Expert(..) => false,
+            Self::Layer(_, t) => !t.is_vector(),
+        }
+    }
+
     /// The part of the model it is counted in.
     #[must_use]
     pub const fn class(self) -> Class {

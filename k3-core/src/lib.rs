@@ -28,7 +28,8 @@
 //!    may be [`Serial`](exec::Serial)). What a sequence remembers is a [`State`](model::State), what a
 //!    pass scribbles on a [`Workspace`](model::Workspace): both are carved from plain slices by [`carve`].
 //! 5. [`ops`] are the operations of a layer, over [`view`]s that are only constructible checked.
-//! 6. [`backend`] holds the kernels: a scalar definition, and AVX2 and AVX-512 forms of the same bits.
+//! 6. [`coded`] keeps bf16 matrices in three quarters of their bytes, losslessly; kernels multiply that form.
+//! 7. [`backend`] holds the kernels: a scalar definition, and AVX2 and AVX-512 forms of the same bits.
 //!    [`math`] has the three functions no machine agrees on, in one form.
 //!
 //! # Example
@@ -150,6 +151,7 @@ pub mod backend;
 pub mod carve;
 pub mod chat;
 pub mod checkpoint;
+pub mod coded;
 pub mod config;
 pub mod exec;
 pub mod json;

@@ -14,6 +14,7 @@
 //! # Ok::<(), ViewError>(())
 //! ```
 
+use crate::coded::CodedMatrix;
 use core::ops::Range;
 
 /// A token id: a row of the embedding table and of `lm_head` (config `vocab_size`).
@@ -152,6 +153,47 @@ impl<'a> Bf16Matrix<'a> {
     pub fn slice(&self, range: Range<usize>) -> Self {
         let bytes = &self.bytes[range.start * self.cols * 2..range.end * self.cols * 2];
         Self { bytes, rows: range.len(), cols: self.cols }
+    }
+}
+
+/// Rows of a bf16 matrix in whichever form they are kept. A product has the same bits with both.
+#[derive(Debug, Clone, Copy)]
+pub enum MatrixRows<'a> {
+    /// As they are in the release.
+    Raw(Bf16Matrix<'a>),
+    /// Losslessly smaller.
+    Coded(CodedMatrix<'a>),
+}
+
+impl MatrixRows<'_> {
+    /// Number of rows (outputs).
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        match self {
+            Self::Raw(m) => m.rows(),
+            Self::Coded(m) => m.rows(),
+        }
+    }
+
+    /// Number of columns (inputs).
+    #[must_use]
+    pub const fn cols(&self) -> usize {
+        match self {
+            Self::Raw(m) => m.cols(),
+            Self::Coded(m) => m.cols(),
+        }
+    }
+}
+
+impl<'a> From<Bf16Matrix<'a>> for MatrixRows<'a> {
+    fn from(m: Bf16Matrix<'a>) -> Self {
+        Self::Raw(m)
+    }
+}
+
+impl<'a> From<CodedMatrix<'a>> for MatrixRows<'a> {
+    fn from(m: CodedMatrix<'a>) -> Self {
+        Self::Coded(m)
     }
 }
 

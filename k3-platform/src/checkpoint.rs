@@ -4,8 +4,10 @@ use crate::error::Error;
 use crate::experts;
 use crate::index::Index;
 use crate::io::{FileSet, PATIENCE, Source as Opener, open_limit, read_exact_at};
+use crate::pack::Pack;
 use crate::plan::{Plan, Request, Sizes, plan};
-use crate::segment::{Place, Source};
+use crate::segment::{Form, Piece, Place, Segment, Source};
+use crate::walk::Walk;
 use k3_core::checkpoint::{GlobalTensor, Tensor, head_tensors, layer_tensors};
 use k3_core::config::ModelConfig;
 use k3_core::view::TokenId;
@@ -20,9 +22,12 @@ pub(crate) const SMALL_FILE: u64 = 1 << 20;
 pub struct Checkpoint {
     dir: PathBuf,
     config: ModelConfig,
+    /// XXH3 of `config.json`.
+    config_digest: u128,
     index: Index,
     opener: Arc<dyn Opener>,
-    walk: Vec<Vec<Source>>,
+    walk: Arc<[Vec<Source>]>,
+    pack: Option<Arc<Pack>>,
     expert_bytes: usize,
     patience: Duration,
 }
@@ -59,11 +64,36 @@ impl Checkpoint {
     pub fn open(dir: &Path, opener: Arc<dyn Opener>) -> Result<Self, Error> {
         let path = dir.join("config.json");
         let bytes = read_small(&*opener, &path, SMALL_FILE)?;
+        let config_digest = xxhash_rust::xxh3::xxh3_128(&bytes);
         let config = ModelConfig::parse(&bytes).map_err(|e| Error::Config { path, source: Box::new(e) })?;
         let index = Index::open(dir, &*opener, &config)?;
-        let walk = walk(&config, &index);
+        let walk = walk(&config, &index).into();
         let expert_bytes = experts::slot_bytes(&config, |t| index.place(t, &config));
-        Ok(Self { dir: dir.to_owned(), config, index, opener, walk, expert_bytes, patience: PATIENCE })
+        let dir = dir.to_owned();
+        let patience = PATIENCE;
+        Ok(Self { dir, config, config_digest, index, opener, walk, pack: None, expert_bytes, patience })
+    }
+
+    /// Reads the trunk from a pack from now on.
+    ///
+    /// # Errors
+    /// [`Error::Pack`] if the file is no pack, is damaged, or was made of another model.
+    pub fn use_pack(&mut self, path: &Path) -> Result<(), Error> {
+        let pack = Pack::open(path, &*self.opener)?;
+        pack.matches(self)?;
+        self.pack = Some(Arc::new(pack));
+        Ok(())
+    }
+
+    /// The pack that the trunk is read from.
+    #[must_use]
+    pub fn pack(&self) -> Option<&Pack> {
+        self.pack.as_deref()
+    }
+
+    /// XXH3 of `config.json` as it is in the directory.
+    pub(crate) const fn config_digest(&self) -> u128 {
+        self.config_digest
     }
 
     /// The model's dimensions.
@@ -90,9 +120,37 @@ impl Checkpoint {
         &self.opener
     }
 
-    /// The tensors of each layer in walk order, and of the head in the last entry.
-    pub(crate) fn walk(&self) -> &[Vec<Source>] {
+    /// The tensors of each layer in walk order, and of the head in the last entry, in the shards.
+    pub(crate) fn shard_walk(&self) -> &[Vec<Source>] {
         &self.walk
+    }
+
+    /// What a pass reads.
+    #[must_use]
+    pub fn walk(&self) -> Walk {
+        match &self.pack {
+            Some(pack) => Walk::Packed(Arc::clone(pack), self.pack_number()),
+            None => Walk::Shards(Arc::clone(&self.walk)),
+        }
+    }
+
+    /// The number of the pack in the set of files: behind the shards.
+    fn pack_number(&self) -> u16 {
+        // An index has fewer than 65,000 shards.
+        u16::try_from(self.index.shards().len()).unwrap_or(u16::MAX)
+    }
+
+    /// The embedding table in the shards.
+    pub(crate) fn embedding(&self) -> Source {
+        source(&self.config, &self.index, Tensor::Global(GlobalTensor::Embed), false)
+    }
+
+    /// The files a pass streams, by their numbers in [`Checkpoint::files`], and their lengths (bytes).
+    pub(crate) fn streamed(&self) -> Vec<(u16, u64)> {
+        match &self.pack {
+            Some(pack) => vec![(self.pack_number(), pack.file_len())],
+            None => (0..).zip(self.index.shards().iter().map(|s| s.len)).collect(),
+        }
     }
 
     /// Bytes of buffer that any expert fits.
@@ -101,11 +159,13 @@ impl Checkpoint {
         self.expert_bytes
     }
 
-    /// A set of its shards, numbered as in the index. One that is no longer the file whose header was
+    /// A set of its shards, numbered as in the index, and of the pack behind them. One that is no longer the file whose header was
     /// read is refused when it is read from.
     #[must_use]
     pub fn files(&self) -> FileSet {
-        let files = self.index.shards().iter().map(|s| (self.dir.join(&s.name), s.stamp)).collect();
+        let shards = self.index.shards().iter().map(|s| (self.dir.join(&s.name), s.stamp));
+        let pack = self.pack.iter().map(|p| (p.path().to_owned(), p.stamp()));
+        let files = shards.chain(pack).collect();
         FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit()).with_patience(self.patience)
     }
 
@@ -114,12 +174,17 @@ impl Checkpoint {
         self.patience = patience;
     }
 
-    /// Where a row of the embedding lies, and how many bytes it has.
+    /// What to read for a row of the embedding: one piece, which has the row.
     #[must_use]
-    pub fn embedding_row(&self, id: TokenId) -> (Place, usize) {
+    pub fn embedding_row(&self, id: TokenId) -> Segment {
+        if let Some(pack) = &self.pack {
+            return pack.embedding_row(id, self.pack_number());
+        }
         let Place { shard, offset } = self.index.place(Tensor::Global(GlobalTensor::Embed), &self.config);
         let row = self.config.hidden_size * 2;
-        (Place { shard, offset: offset + u64::from(id.0) * row as u64 }, row)
+        let place = Place { shard, offset: offset + u64::from(id.0) * row as u64 };
+        let tensor = Tensor::Global(GlobalTensor::Embed);
+        Segment::gather(vec![Piece { tensor, first_row: id.get(), rows: 1, place, len: row, at: 0, form: Form::Raw }])
     }
 
     /// Makes the memory plan for a request. `tokenizer` is what the caller's tokenizer holds (bytes).
@@ -127,29 +192,44 @@ impl Checkpoint {
     /// # Errors
     /// [`Error::Budget`] if the budget cannot hold it.
     pub fn plan(&self, request: &Request, tokenizer: u64) -> Result<Plan, Error> {
+        self.plan_for(&self.walk(), request, tokenizer)
+    }
+
+    /// The plan there would be without the pack.
+    ///
+    /// # Errors
+    /// [`Error::Budget`] if the budget cannot hold it.
+    pub fn plan_of_shards(&self, request: &Request, tokenizer: u64) -> Result<Plan, Error> {
+        self.plan_for(&Walk::Shards(Arc::clone(&self.walk)), request, tokenizer)
+    }
+
+    fn plan_for(&self, walk_read: &Walk, request: &Request, tokenizer: u64) -> Result<Plan, Error> {
         let walk: usize = self.walk.iter().map(|w| w.len() * size_of::<Source>()).sum();
-        let index = self.index.bytes() + 3 * walk as u64;
-        let sizes = Sizes { config: &self.config, walk: &self.walk, expert: self.expert_bytes, index, tokenizer };
+        let table = if let Walk::Packed(pack, _) = walk_read { pack.bytes() } else { 0 };
+        let index = self.index.bytes() + 3 * walk as u64 + table;
+        let sizes = Sizes { config: &self.config, walk: walk_read, expert: self.expert_bytes, index, tokenizer };
         Ok(plan(&sizes, request)?)
     }
 }
 
+fn source(config: &ModelConfig, index: &Index, tensor: Tensor, vector: bool) -> Source {
+    let spec = tensor.spec(config);
+    let place = index.place(tensor, config);
+    let whole = index.stored_bytes(tensor, config);
+    if vector {
+        Source { tensor, place, rows: 1, granule: 1, row_bytes: whole }
+    } else {
+        let granule = tensor.row_granule(config);
+        let rows = usize::try_from(spec.rows()).unwrap_or(usize::MAX);
+        Source { tensor, place, rows, granule, row_bytes: whole / rows.max(1) }
+    }
+}
+
 fn walk(config: &ModelConfig, index: &Index) -> Vec<Vec<Source>> {
-    let source = |tensor: Tensor, vector: bool| {
-        let spec = tensor.spec(config);
-        let place = index.place(tensor, config);
-        let whole = index.stored_bytes(tensor, config);
-        if vector {
-            Source { tensor, place, rows: 1, granule: 1, row_bytes: whole }
-        } else {
-            let granule = tensor.row_granule(config);
-            let rows = usize::try_from(spec.rows()).unwrap_or(usize::MAX);
-            Source { tensor, place, rows, granule, row_bytes: whole / rows.max(1) }
-        }
+    let of_layer = |l| {
+        let tensors = layer_tensors(config, l);
+        tensors.map(|t| source(config, index, Tensor::Layer(l, t), t.is_vector())).collect::<Vec<_>>()
     };
-    let layers = config
-        .layers()
-        .map(|l| layer_tensors(config, l).map(|t| source(Tensor::Layer(l, t), t.is_vector())).collect::<Vec<_>>());
-    let head = head_tensors().map(|t| source(Tensor::Global(t), t != GlobalTensor::LmHead)).collect();
-    layers.chain([head]).collect()
+    let head = head_tensors().map(|t| source(config, index, Tensor::Global(t), t != GlobalTensor::LmHead)).collect();
+    config.layers().map(of_layer).chain([head]).collect()
 }

@@ -7,12 +7,13 @@ use crate::exec::Rayon;
 use crate::experts::{Arena, ExpertStats};
 use crate::fetch::{Fetch, Fetched, Priority};
 use crate::plan::Plan;
-use crate::segment::{Piece, Segment};
+use crate::segment::Form;
 use crate::trunk::{Trunk, TrunkStats};
 use k3_core::backend::Backend;
-use k3_core::checkpoint::{GlobalTensor, Tensor};
+use k3_core::checkpoint::Tensor;
+use k3_core::coded::CodedMatrix;
 use k3_core::model::{Journal, Model, Observer, Parts, Sequence, State, Weights, Workspace};
-use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, TokenId};
+use k3_core::view::{Expert, ExpertId, LayerIndex, MatrixRows, TokenId};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -97,6 +98,8 @@ struct Storage {
     trunk: Trunk,
     arena: Arena,
     rows: Option<AlignedBuf>,
+    /// A row of the embedding, decoded.
+    row: Vec<u8>,
     /// A number for each row that was ever asked for: an answer to a pass that was stopped must not
     /// be taken for another's.
     row_tag: u64,
@@ -126,7 +129,17 @@ impl Engine {
         let journal = lines(if plan.speculate > 0 { Journal::lines(&config, plan.speculate + 1) } else { Some(0) })?;
         let workspace = lines(Workspace::lines(&config, plan.extent))?;
         let (row_sender, row_receiver) = channel();
-        let storage = Storage { checkpoint, fetch, trunk, arena, rows: None, row_tag: 0, row_sender, row_receiver };
+        let storage = Storage {
+            checkpoint,
+            fetch,
+            trunk,
+            arena,
+            rows: None,
+            row: Vec::new(),
+            row_tag: 0,
+            row_sender,
+            row_receiver,
+        };
         Ok(Self { storage, plan, backend, exec, sequences, workspace, journal, trial: None })
     }
 
@@ -339,18 +352,18 @@ impl Weights for Storage {
     }
 
     fn embed(&mut self, ids: &[TokenId], each: &mut dyn FnMut(usize, &[u8])) -> Result<(), Error> {
-        // One row at a time through one small buffer: 14 KB each of 2.35 GB.
-        let tensor = Tensor::Global(GlobalTensor::Embed);
+        // One row at a time through one small buffer: 14 KB each of 2.35 GB, or a segment of a pack.
+        let row_bytes = self.checkpoint.config().hidden_size * 2;
         for (i, &id) in ids.iter().enumerate() {
-            let (place, len) = self.checkpoint.embedding_row(id);
-            let row = Piece { tensor, first_row: id.get(), rows: 1, place, len, at: 0 };
-            let segment = Segment::gather(vec![row]);
+            let segment = self.checkpoint.embedding_row(id);
+            let piece = *segment.pieces.first().ok_or(Error::Order)?;
             let buffer = match self.rows.take().filter(|b| b.len() >= segment.bytes) {
                 Some(buffer) => buffer,
                 None => AlignedBuf::zeroed(segment.bytes.next_multiple_of(4096) + 4096)?,
             };
             self.row_tag += 1;
-            self.fetch.submit(&segment.reads, buffer, self.row_tag, Priority::Urgent, &self.row_sender);
+            let (reads, checks) = (&segment.reads, &segment.checks);
+            self.fetch.submit_checked(reads, checks, buffer, self.row_tag, Priority::Urgent, &self.row_sender);
             let fetched = loop {
                 let fetched = self.fetch.wait(&self.row_receiver)?;
                 if fetched.tag == self.row_tag {
@@ -358,8 +371,18 @@ impl Weights for Storage {
                 }
             };
             fetched.result?;
-            let at = segment.pieces.first().map_or(0, |p| p.at);
-            each(i, fetched.buffer.get(at..at + len).ok_or(Error::Order)?);
+            let bytes = fetched.buffer.get(piece.at..piece.at + piece.len).ok_or(Error::Order)?;
+            let r = id.get() - piece.first_row;
+            match piece.form {
+                Form::Raw => each(i, bytes.get(r * row_bytes..(r + 1) * row_bytes).ok_or(Error::Order)?),
+                Form::Coded { cols } => {
+                    let block = CodedMatrix::new(bytes, piece.rows, cols);
+                    let block = block.map_err(|e| self.checkpoint.walk().block_error(e))?;
+                    self.row.resize(row_bytes, 0);
+                    block.decode_row(r, &mut self.row);
+                    each(i, &self.row);
+                }
+            }
             self.rows = Some(fetched.buffer);
         }
         Ok(())
@@ -369,7 +392,7 @@ impl Weights for Storage {
         self.trunk.vector(&self.fetch, tensor, each)
     }
 
-    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), Error> {
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, MatrixRows<'_>)) -> Result<(), Error> {
         self.trunk.matrix(&self.fetch, tensor, each)
     }
 

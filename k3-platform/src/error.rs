@@ -176,6 +176,8 @@ pub enum Error {
     Memory(AllocError),
     /// The system refused a thread.
     Threads(io::Error),
+    /// A packed trunk is damaged, of another model, or could not be written.
+    Pack(Box<crate::pack::PackError>),
     /// A read failed while running.
     Read(ReadError),
     /// A pass was refused or stopped.
@@ -247,6 +249,7 @@ impl std::fmt::Display for Error {
             Self::Budget(refusal) => refusal.fmt(f),
             Self::Memory(source) => source.fmt(f),
             Self::Threads(source) => write!(f, "a thread could not be started: {source}"),
+            Self::Pack(source) => source.fmt(f),
             Self::Read(source) => source.fmt(f),
             Self::Forward(source) => source.fmt(f),
             Self::Stopped => f.write_str("stopped"),

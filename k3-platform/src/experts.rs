@@ -8,7 +8,7 @@ use crate::aligned::AlignedBuf;
 use crate::error::Error;
 use crate::fetch::{Fetch, Fetched, Priority};
 use crate::policy::{Directory, Policy, Verdict};
-use crate::segment::{BLOCK, Piece, Place, Segment, block};
+use crate::segment::{BLOCK, Form, Piece, Place, Segment, block};
 use k3_core::checkpoint::{ExpertTensor, Tensor};
 use k3_core::config::{MlpKind, ModelConfig};
 use k3_core::view::{Expert, ExpertId, LayerIndex, Mxfp4Matrix};
@@ -89,7 +89,7 @@ pub fn segment(config: &ModelConfig, name: Name, place: impl Fn(Tensor) -> Place
     let pieces = PARTS.into_iter().map(|part| {
         let tensor = Tensor::Expert(name.0, name.1, part);
         let len = usize::try_from(tensor.spec(config).bytes()).unwrap_or(usize::MAX);
-        Piece { tensor, first_row: 0, rows: 1, place: place(tensor), len, at: 0 }
+        Piece { tensor, first_row: 0, rows: 1, place: place(tensor), len, at: 0, form: Form::Raw }
     });
     Segment::gather(pieces.collect())
 }

@@ -2,7 +2,7 @@
 
 use crate::aligned::AlignedBuf;
 use crate::error::Error;
-use crate::io::{Done, Extent, FileSet, Job, ReadError, ReadFault, ReadPool, Window};
+use crate::io::{Check, Done, Extent, FileSet, Job, ReadError, ReadFault, ReadPool, Window};
 use crate::segment::{Read, block};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -56,6 +56,19 @@ impl Fetch {
 
     /// Queues the reads of one segment; the answer goes to `reply`.
     pub fn submit(&self, reads: &[Read], buffer: AlignedBuf, tag: u64, priority: Priority, reply: &Sender<Fetched>) {
+        self.submit_checked(reads, &[], buffer, tag, priority, reply);
+    }
+
+    /// The same; what then has another checksum than `checks` say is a failed read.
+    pub fn submit_checked(
+        &self,
+        reads: &[Read],
+        checks: &[Check],
+        buffer: AlignedBuf,
+        tag: u64,
+        priority: Priority,
+        reply: &Sender<Fetched>,
+    ) {
         // Shard numbers come from the index this set was made of, and offsets were held against the
         // files' lengths when it was opened. Should one not fit all the same, it must not be left out:
         // its bytes would be whatever the buffer held.
@@ -68,7 +81,7 @@ impl Fetch {
             })
             .collect();
         match extents {
-            Some(extents) => self.pool.submit(priority, Job { tag, extents, buffer }, reply),
+            Some(extents) => self.pool.submit(priority, Job { tag, extents, checks: checks.to_vec(), buffer }, reply),
             None => {
                 let offset = reads.first().map_or(0, |r| r.place.offset);
                 let fault = ReadFault::Ended { end: offset };

@@ -58,6 +58,8 @@ pub struct Shard {
     pub stamp: Option<Stamp>,
     /// Where its data begin: its header's length and the eight bytes that say it.
     pub header: u64,
+    /// XXH3 of its header (128 bits).
+    pub digest: u128,
 }
 
 /// Where each tensor lies.
@@ -266,7 +268,13 @@ impl Index {
                             }
                             let number = u16::try_from(self.shards.len()).ok().filter(|&n| usize::from(n) < MANY);
                             let number = number.ok_or_else(|| structure("fewer shards", offset))?;
-                            self.shards.push(Shard { name: name.to_owned(), len: 0, stamp: None, header: 0 });
+                            self.shards.push(Shard {
+                                name: name.to_owned(),
+                                len: 0,
+                                stamp: None,
+                                header: 0,
+                                digest: 0,
+                            });
                             counts.push(0);
                             numbers.insert(name.to_owned(), number);
                             number
@@ -361,6 +369,7 @@ impl Index {
             }
             let shard = &mut self.shards[number];
             (shard.len, shard.stamp, shard.header) = (contents.file_len, contents.stamp, contents.header);
+            shard.digest = contents.digest;
             self.odd.extend(contents.odd);
             self.gaps += contents.gaps;
             for (name, sum) in contents.other {
@@ -462,6 +471,7 @@ struct Contents {
     file_len: u64,
     stamp: Option<Stamp>,
     header: u64,
+    digest: u128,
     tensors: u64,
     odd: Vec<(usize, u64)>,
     /// Its tensors that are not of the text model.
@@ -562,6 +572,7 @@ impl Headers<'_> {
         if end != file_len {
             return Err(Error::Length { path, expected: end, found: file_len });
         }
-        Ok(Contents { file_len, stamp: file.stamp(), header: data_start, tensors, odd, ignored, other, gaps })
+        let (stamp, digest) = (file.stamp(), xxhash_rust::xxh3::xxh3_128(&bytes));
+        Ok(Contents { file_len, stamp, digest, header: data_start, tensors, odd, ignored, other, gaps })
     }
 }

@@ -10,6 +10,8 @@
 //! trunk        pinned prefix and ring          experts   arena of experts
 //! policy       which experts stay
 //! trace        experts asked for, recorded and replayed
+//! pack         the one-file trunk
+//! walk         what a pass reads, in order
 //! segment      tensors -> reads                fetch     reads in the background
 //! speed        of the disk
 //! checkpoint   a directory, opened             index     where each tensor lies
@@ -45,6 +47,7 @@ pub mod inventory;
 pub mod io;
 pub mod ladder;
 pub mod memory;
+pub mod pack;
 pub mod plan;
 pub mod policy;
 pub mod reference;
@@ -58,3 +61,4 @@ pub mod trace;
 pub mod trunk;
 pub mod units;
 pub mod vocabulary;
+pub mod walk;

@@ -8,9 +8,9 @@
 
 use crate::experts::Name;
 use crate::policy::{Directory, Policy};
-use crate::segment::{Segment, Source, cut, least_slot};
-use crate::trunk::list_bytes;
+use crate::segment::Segment;
 use crate::units::human;
+use crate::walk::Walk;
 use k3_core::carve::Line as CacheLine;
 use k3_core::config::ModelConfig;
 use k3_core::model::{Extent, Journal, State, Workspace};
@@ -71,8 +71,8 @@ pub struct Request {
 pub struct Sizes<'a> {
     /// Its config.
     pub config: &'a ModelConfig,
-    /// The tensors of each layer in walk order; the last entry is the head.
-    pub walk: &'a [Vec<Source>],
+    /// What a pass reads.
+    pub walk: &'a Walk,
     /// Bytes of buffer for one expert.
     pub expert: usize,
     /// Bytes of the tensor index that are kept.
@@ -243,8 +243,7 @@ fn add_tables(ledger: &mut Ledger) {
 /// [`Refusal`] if the budget is below the floor.
 pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let c = sizes.config;
-    let everything: Vec<Source> = sizes.walk.iter().flatten().copied().collect();
-    let least = least_slot(&everything);
+    let least = sizes.walk.least_slot();
     let experts = c.num_moe_layers() * c.num_experts;
     let expert = sizes.expert as u64;
     let one_expert = u64::from(experts > 0) * expert;
@@ -254,7 +253,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let floor_chunk = request.chunk.unwrap_or(1).max(least_chunk);
     let mut floor = fixed(sizes, request, floor_chunk, 1);
     floor.add("trunk ring", least as u64, "1 slot".to_owned());
-    floor.add("segments", list_bytes(sizes.walk, least), "lists of what is read together".to_owned());
+    floor.add("segments", sizes.walk.list_bytes(least), "lists of what is read together".to_owned());
     floor.add("experts", one_expert, format!("{} slot", u64::from(experts > 0)));
     add_tables(&mut floor);
     // A sum that has saturated is refused whatever the budget is.
@@ -262,7 +261,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         return Err(Refusal { budget: request.budget, floor: floor.total(), ledger: floor });
     }
 
-    let minimum = least as u64 + list_bytes(sizes.walk, least) + one_expert;
+    let minimum = least as u64 + sizes.walk.list_bytes(least) + one_expert;
     let fits = |chunk: usize, sequences: usize, base: (usize, usize), share: u64| {
         let total = fixed(sizes, request, chunk, sequences).total();
         let more = total.saturating_sub(fixed(sizes, request, base.0, base.1).total());
@@ -289,7 +288,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let mut left = left.saturating_sub(request.budget / PAGE_TABLES + 2);
 
     // The ring: at most a quarter of what is left.
-    let largest = sizes.walk.iter().map(|w| w.iter().map(|s| s.rows * s.row_bytes).sum::<usize>()).max().unwrap_or(0);
+    let largest = sizes.walk.largest_layer();
     let target = SLOT_TARGET.min((largest / 2).next_multiple_of(4096)).max(least);
     let ring_bytes = usize::try_from(left / 4).unwrap_or(usize::MAX).saturating_add(least);
     let slot = target.min(ring_bytes / 4 / 4096 * 4096).max(least);
@@ -297,7 +296,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     ledger.add("trunk ring", (ring * slot) as u64, format!("{ring} slots of {}", human(slot as u64)));
     left = left.saturating_sub((ring * slot) as u64 - least as u64);
     // Larger slots make shorter lists; the difference is not spent again.
-    ledger.add("segments", list_bytes(sizes.walk, slot), "lists of what is read together".to_owned());
+    ledger.add("segments", sizes.walk.list_bytes(slot), "lists of what is read together".to_owned());
 
     // The least of the experts: a token's choice in one layer, if half of what is left holds it.
     let extra = left.checked_div(2 * expert).unwrap_or(0).min(c.num_experts_per_token.saturating_sub(1) as u64);
@@ -306,12 +305,12 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
 
     // Pinned layers, and the head when all of them are.
     // Bytes to keep and bytes to read, layer by layer: the lists of segments are not kept.
-    let sums = |w: &Vec<Source>| {
-        let segments = cut(w, slot);
+    let sums = |layer: usize| {
+        let segments = sizes.walk.cut(layer, slot);
         let bytes: u64 = segments.iter().map(|s| s.bytes as u64).sum();
         (bytes, segments.iter().map(Segment::read_bytes).sum::<u64>())
     };
-    let costs: Vec<(u64, u64)> = sizes.walk.iter().map(sums).collect();
+    let costs: Vec<(u64, u64)> = (0..sizes.walk.len()).map(sums).collect();
     let (mut pinned, mut pinned_bytes) = (0, 0u64);
     for &(cost, _) in &costs {
         if cost > left {

@@ -5,6 +5,7 @@
 //! part of an expert) and the *reads* that fetch them. Reads start and end on the file system's
 //! blocks so that they can bypass the page cache; pieces that lie close together share a read.
 
+use crate::io::Check;
 use k3_core::checkpoint::Tensor;
 
 /// Reads begin and end on multiples of this (bytes); every file system in use divides it.
@@ -23,6 +24,18 @@ pub struct Place {
     pub offset: u64,
 }
 
+/// What the bytes of a piece are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// As in the release.
+    Raw,
+    /// A block of [`k3_core::coded`] with so many columns.
+    Coded {
+        /// Elements of a row.
+        cols: usize,
+    },
+}
+
 /// A run of bytes of one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
@@ -38,6 +51,8 @@ pub struct Piece {
     pub len: usize,
     /// Where they will be in the segment's buffer.
     pub at: usize,
+    /// What they are.
+    pub form: Form,
 }
 
 /// One request to a file.
@@ -67,6 +82,8 @@ pub struct Segment {
     pub reads: Vec<Read>,
     /// Bytes of buffer, a multiple of [`BLOCK`].
     pub bytes: usize,
+    /// Parts of the buffer that must have a checksum.
+    pub checks: Vec<Check>,
 }
 
 impl Segment {
@@ -95,7 +112,7 @@ impl Segment {
         // Hundreds of thousands of segments are listed in the course of a pass.
         pieces.shrink_to_fit();
         reads.shrink_to_fit();
-        Self { pieces, reads, bytes }
+        Self { pieces, reads, bytes, checks: Vec::new() }
     }
 
     /// Bytes that are asked of the disk.
@@ -165,6 +182,7 @@ pub fn cut(sources: &[Source], slot: usize) -> Vec<Segment> {
                 },
                 len: rows * source.row_bytes,
                 at: 0,
+                form: Form::Raw,
             };
             let fits = |open: &[Piece], rows: usize| {
                 let mut pieces = open.to_vec();

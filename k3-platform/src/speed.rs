@@ -23,7 +23,7 @@ const DEPTH: usize = 8;
 /// # Errors
 /// Those of the reads.
 pub fn sequential(checkpoint: &Checkpoint, time: Duration) -> Result<f64, Error> {
-    let mut shards: Vec<(u16, u64)> = (0..).zip(checkpoint.index().shards().iter().map(|s| s.len)).collect();
+    let mut shards = checkpoint.streamed();
     shards.sort_by_key(|&(_, len)| std::cmp::Reverse(len));
     let mut reads = shards.into_iter().flat_map(|(shard, len)| {
         (0..len).step_by(READ).map(move |offset| {

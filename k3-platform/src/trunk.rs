@@ -13,9 +13,11 @@
 use crate::aligned::AlignedBuf;
 use crate::error::Error;
 use crate::fetch::{Fetch, Fetched, Priority};
-use crate::segment::{Segment, Source, cut};
+use crate::segment::{Form, Piece, Segment};
+use crate::walk::{LISTED, Walk};
 use k3_core::checkpoint::Tensor;
-use k3_core::view::Bf16Matrix;
+use k3_core::coded::CodedMatrix;
+use k3_core::view::{Bf16Matrix, MatrixRows};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -50,29 +52,10 @@ impl Spot {
     }
 }
 
-/// Segments that are held as lists at the same time. The released trunk in slots of 270 kB has
-/// 415,000: it is cut layer by layer, as the walk comes to it.
-const LISTED: usize = 8192;
-
-/// Bytes a listed segment takes, with its pieces and reads.
-const LISTED_BYTES: u64 = 320;
-
-/// Bytes that lists of segments take at most, for the ledger.
-#[must_use]
-pub fn list_bytes(walk: &[Vec<Source>], slot: usize) -> u64 {
-    let count = |sources: &Vec<Source>| {
-        let bytes: u64 = sources.iter().map(|s| s.rows as u64 * s.row_bytes as u64).sum();
-        // `cut` fills a slot at least half; and each list ends with what is left.
-        bytes / (slot / 2).max(crate::segment::block()) as u64 + sources.len() as u64
-    };
-    let (all, largest) = walk.iter().map(count).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
-    all.min(LISTED as u64 + 2 * largest) * LISTED_BYTES
-}
-
 /// The trunk of one checkpoint.
 #[derive(Debug)]
 pub struct Trunk {
-    walk: Vec<Vec<Source>>,
+    walk: Walk,
     slot: usize,
     /// Segments of the layers that were needed last.
     lists: VecDeque<(usize, Arc<[Segment]>)>,
@@ -103,22 +86,15 @@ pub struct Trunk {
 }
 
 impl Trunk {
-    /// Maps the ring. Nothing is read yet. `slot` is at least [`crate::segment::least_slot`]; the last
-    /// entry of `walk` is the head.
+    /// Maps the ring. Nothing is read yet. `slot` is at least [`Walk::least_slot`].
     ///
     /// # Errors
     /// [`Error::Memory`] if the ring cannot be mapped.
-    pub fn new(
-        walk: &[Vec<Source>],
-        slot: usize,
-        ring: usize,
-        pinned: usize,
-        head_pinned: bool,
-    ) -> Result<Self, Error> {
+    pub fn new(walk: Walk, slot: usize, ring: usize, pinned: usize, head_pinned: bool) -> Result<Self, Error> {
         let free = (0..ring.max(1)).map(|_| AlignedBuf::zeroed(slot)).collect::<Result<_, _>>()?;
         let (sender, receiver) = channel();
         Ok(Self {
-            walk: walk.to_vec(),
+            walk,
             slot,
             lists: VecDeque::new(),
             pinned,
@@ -147,12 +123,12 @@ impl Trunk {
     }
 
     /// The layer behind the last one of a pass.
-    const fn end(&self, head: bool) -> usize {
+    fn end(&self, head: bool) -> usize {
         if head { self.walk.len() } else { self.walk.len().saturating_sub(1) }
     }
 
     /// Whether the segments of a layer stay.
-    const fn keeps(&self, layer: usize) -> bool {
+    fn keeps(&self, layer: usize) -> bool {
         if layer + 1 == self.walk.len() { self.head_pinned } else { layer < self.pinned }
     }
 
@@ -161,7 +137,7 @@ impl Trunk {
         if let Some((_, list)) = self.lists.iter().find(|(l, _)| *l == layer) {
             return Arc::clone(list);
         }
-        let list: Arc<[Segment]> = self.walk.get(layer).map(|w| cut(w, self.slot)).unwrap_or_default().into();
+        let list: Arc<[Segment]> = self.walk.cut(layer, self.slot).into();
         self.lists.push_front((layer, Arc::clone(&list)));
         while self.lists.len() > 2 && self.lists.iter().map(|(_, l)| l.len()).sum::<usize>() > LISTED {
             self.lists.pop_back();
@@ -247,7 +223,7 @@ impl Trunk {
                 let Some(buffer) = self.free.pop() else { return Ok(()) };
                 buffer
             };
-            fetch.submit(&segment.reads, buffer, spot.tag(), Priority::Prefetch, &self.sender);
+            fetch.submit_checked(&segment.reads, &segment.checks, buffer, spot.tag(), Priority::Prefetch, &self.sender);
             self.asked.push_back(spot);
             self.next = self.behind(spot);
         }
@@ -291,7 +267,7 @@ impl Trunk {
     }
 
     /// Lends the pieces of `tensor`, which must be the next of the walk.
-    fn lend(&mut self, fetch: &Fetch, tensor: Tensor, mut each: impl FnMut(usize, usize, &[u8])) -> Result<(), Error> {
+    fn lend(&mut self, fetch: &Fetch, tensor: Tensor, mut each: impl FnMut(&Piece, &[u8])) -> Result<(), Error> {
         let mut found = false;
         loop {
             let list = self.list(self.cursor.layer);
@@ -309,7 +285,7 @@ impl Trunk {
             self.load(fetch)?;
             let buffer = self.current.as_ref().or_else(|| self.kept.get(&self.cursor)).ok_or(Error::Order)?;
             let bytes = buffer.get(piece.at..piece.at + piece.len).ok_or(Error::Order)?;
-            each(piece.first_row, piece.rows, bytes);
+            each(&piece, bytes);
             self.piece += 1;
             if self.piece == segment.pieces.len() {
                 // The slot is free: the next read can start.
@@ -326,7 +302,7 @@ impl Trunk {
     /// # Errors
     /// Those of the reads; [`Error::Order`] if the tensor is not the next of the walk.
     pub fn vector(&mut self, fetch: &Fetch, tensor: Tensor, each: &mut dyn FnMut(&[u8])) -> Result<(), Error> {
-        self.lend(fetch, tensor, |_, _, bytes| each(bytes))
+        self.lend(fetch, tensor, |_, bytes| each(bytes))
     }
 
     /// See [`k3_core::model::Weights::matrix`].
@@ -337,15 +313,23 @@ impl Trunk {
         &mut self,
         fetch: &Fetch,
         tensor: Tensor,
-        each: &mut dyn FnMut(usize, Bf16Matrix<'_>),
+        each: &mut dyn FnMut(usize, MatrixRows<'_>),
     ) -> Result<(), Error> {
-        let mut whole = true;
-        self.lend(fetch, tensor, |first, rows, bytes| {
-            match Bf16Matrix::new(bytes, rows, bytes.len() / 2 / rows.max(1)) {
-                Ok(block) => each(first, block),
+        let (mut whole, mut fault) = (true, None);
+        self.lend(fetch, tensor, |piece, bytes| match piece.form {
+            Form::Raw => match Bf16Matrix::new(bytes, piece.rows, bytes.len() / 2 / piece.rows.max(1)) {
+                Ok(block) => each(piece.first_row, block.into()),
                 Err(_) => whole = false,
-            }
+            },
+            Form::Coded { cols } => match CodedMatrix::new(bytes, piece.rows, cols) {
+                Ok(block) => each(piece.first_row, block.into()),
+                Err(error) => fault = fault.or(Some(error)),
+            },
         })?;
-        if whole { Ok(()) } else { Err(Error::Order) }
+        match fault {
+            Some(fault) => Err(self.walk.block_error(fault)),
+            None if whole => Ok(()),
+            None => Err(Error::Order),
+        }
     }
 }

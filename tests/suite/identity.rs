@@ -1,6 +1,6 @@
 //! The promise in one table: the same bits whatever the machine, the budget and the path.
 
-use crate::run::{How, Outcome, engine, open, run, run_among, run_guessing};
+use crate::run::{How, Outcome, engine, open, open_for, run, run_among, run_guessing};
 use k3_core::backend::Backend;
 use k3_core::math::canonical_bits;
 use k3_core::view::TokenId;
@@ -22,7 +22,7 @@ fn bits(out: &Outcome) -> (Vec<u32>, Vec<TokenId>) {
 /// The least budget that is accepted.
 fn floor(dir: &Path, how: &How, prompt: usize, context: usize) -> u64 {
     let how = How { budget: 0, ..*how };
-    match engine(open(dir, how.mode).expect("open"), &how, prompt, context) {
+    match engine(open_for(dir, &how).expect("open"), &how, prompt, context) {
         Err(k3_platform::error::Error::Budget(refusal)) => refusal.floor,
         other => panic!("a budget of nothing was not refused: {other:?}"),
     }
@@ -81,6 +81,23 @@ fn table(dir: &Path) -> Vec<(String, How)> {
     for (threads, budget) in [(1, guessing + 600_000), (7, guessing + 2_000_000)] {
         let how = How { sequences: 4, threads, budget, ..base };
         rows.push((format!("one of 4 sequences, {threads} threads, budget {budget}"), how));
+    }
+    // The trunk from one file, as it was and coded, at every kind of budget.
+    for (form, pack) in [("raw", Some(false)), ("lossless", Some(true))] {
+        let base = How { pack, ..base };
+        for backend in Backend::available() {
+            for chunk in [Some(1), Some(5)] {
+                let name = format!("{form} pack, backend {}, chunk {chunk:?}", backend.name());
+                rows.push((name, How { backend, chunk, ..base }));
+            }
+        }
+        let least = floor(dir, &How { chunk: Some(1), ..base }, 13, 13 + GENERATED);
+        for more in [0, 40_000, 300_000, 1_500_000, 4_000_000, 64_000_000] {
+            for (chunk, threads) in [(Some(1), 1), (None, 2)] {
+                let name = format!("{form} pack, least budget + {more}, chunk {chunk:?}");
+                rows.push((name, How { budget: least + more, chunk, threads, ..base }));
+            }
+        }
     }
     rows.push(("the whole prefix again for each token".to_owned(), How { incremental: false, ..base }));
     rows.push((

@@ -10,6 +10,7 @@ mod generate;
 mod identity;
 mod ops;
 mod oracle;
+mod pack;
 mod refusals;
 mod run;
 mod sequences;

@@ -9,7 +9,7 @@ use k3_core::exec::Serial;
 use k3_core::model::{Extent, Model, Observer, State, Weights, Workspace};
 use k3_core::ops::norm::{l2_normalize, rms_norm};
 use k3_core::ops::{kda, residual, router};
-use k3_core::view::{Bf16Matrix, Expert, ExpertId, F32Matrix, LayerIndex, Mxfp4Matrix, TokenId};
+use k3_core::view::{Bf16Matrix, Expert, ExpertId, F32Matrix, LayerIndex, MatrixRows, Mxfp4Matrix, TokenId};
 use k3_tests::{flat, json, outside};
 use serde_json::Value;
 
@@ -266,7 +266,7 @@ impl Weights for Layer<'_> {
         Ok(())
     }
 
-    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), Self::Error> {
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, MatrixRows<'_>)) -> Result<(), Self::Error> {
         let spec = tensor.spec(&self.config);
         let (rows, cols) = (usize::try_from(spec.rows()).expect("rows"), usize::try_from(spec.cols()).expect("cols"));
         let bytes = self.bytes(tensor);
@@ -274,7 +274,7 @@ impl Weights for Layer<'_> {
         // The smallest blocks there can be.
         let granule = tensor.row_granule(&self.config);
         for first in (0..rows).step_by(granule) {
-            each(first, all.slice(first..first + granule));
+            each(first, all.slice(first..first + granule).into());
         }
         Ok(())
     }

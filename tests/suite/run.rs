@@ -9,7 +9,7 @@ use k3_platform::engine::{Engine, Share, Stats};
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, Source};
 use k3_platform::plan::Request;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -24,6 +24,8 @@ pub(crate) struct How {
     pub(crate) incremental: bool,
     pub(crate) speculate: usize,
     pub(crate) sequences: usize,
+    /// Reads the trunk from a pack: raw or coded.
+    pub(crate) pack: Option<bool>,
 }
 
 impl Default for How {
@@ -38,6 +40,7 @@ impl Default for How {
             incremental: true,
             speculate: 0,
             sequences: 1,
+            pack: None,
         }
     }
 }
@@ -88,6 +91,37 @@ impl Observer for Watch {
 /// Opens a checkpoint.
 pub(crate) fn open(dir: &Path, mode: Mode) -> Result<Checkpoint, Error> {
     Checkpoint::open(dir, Arc::new(Disk::new(mode)))
+}
+
+/// The packed trunk of a checkpoint, made once by each process that asks.
+pub(crate) fn packed(dir: &Path, coded: bool) -> PathBuf {
+    use std::collections::HashMap;
+    use std::sync::{LazyLock, Mutex};
+    static MADE: LazyLock<Mutex<HashMap<(PathBuf, bool), PathBuf>>> = LazyLock::new(Mutex::default);
+    let mut made = MADE.lock().expect("no test panics here");
+    let path = made.entry((dir.to_owned(), coded)).or_insert_with(|| {
+        let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{coded}.k3"));
+        let _absent = std::fs::remove_file(&out);
+        let options = k3_platform::pack::Options { coded, threads: 2, verify: true };
+        let checkpoint = open(dir, Mode::Buffered).expect("open");
+        k3_platform::pack::write(&checkpoint, &out, options, &AtomicBool::new(false), &mut |_| ()).expect("a pack");
+        out
+    });
+    path.clone()
+}
+
+/// Opens a checkpoint as a run would read it.
+pub(crate) fn open_for(dir: &Path, how: &How) -> Result<Checkpoint, Error> {
+    open_from(Arc::new(Disk::new(how.mode)), dir, how)
+}
+
+fn open_from(source: Arc<dyn Source>, dir: &Path, how: &How) -> Result<Checkpoint, Error> {
+    let mut checkpoint = Checkpoint::open(dir, source)?;
+    if let Some(coded) = how.pack {
+        checkpoint.use_pack(&packed(dir, coded))?;
+    }
+    Ok(checkpoint)
 }
 
 /// The engine for a request on this checkpoint.
@@ -221,7 +255,7 @@ pub(crate) fn run_from(
     prompt: &[TokenId],
     max: usize,
 ) -> Result<Outcome, Error> {
-    let checkpoint = Checkpoint::open(dir, source)?;
+    let checkpoint = open_from(source, dir, how)?;
     let vocab = checkpoint.config().vocab_size;
     let mut engine = engine(checkpoint, how, prompt.len(), prompt.len() + max)?;
     let chunk = engine.plan().extent.chunk;

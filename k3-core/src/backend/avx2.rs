@@ -1,7 +1,9 @@
 //! Sixteen f64 in four 256-bit registers: x86-64 with AVX2 and FMA.
 
+use super::coded::{self, Decode};
 use super::lanes::{Lanes, instantiate};
 use super::{KdaStep, Panel};
+use crate::coded::CodedMatrix;
 use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
 use core::arch::x86_64::*;
 
@@ -35,6 +37,42 @@ unsafe fn fold4(x: __m256d) -> f64 {
     unsafe {
         let two = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
         _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)))
+    }
+}
+
+/// Sixteen bf16 in two registers: the eight of even index, then the eight of odd index.
+///
+/// # Safety
+/// AVX2.
+#[inline(always)]
+unsafe fn split(a: __m128i, b: __m128i) -> V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let upper = _mm_set1_epi32(!0xffff);
+        V([
+            _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32::<16>(a))),
+            _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32::<16>(b))),
+            _mm256_cvtps_pd(_mm_castsi128_ps(_mm_and_si128(a, upper))),
+            _mm256_cvtps_pd(_mm_castsi128_ps(_mm_and_si128(b, upper))),
+        ])
+    }
+}
+
+// SAFETY of both blocks: the trait asks its caller for AVX2 and valid pointers.
+impl Decode for V {
+    #[inline(always)]
+    unsafe fn load_coded_split(group: *const u8, table: *const u8) -> [Self; 2] {
+        // SAFETY: as said above.
+        unsafe {
+            let [a, b, c, d] = coded::words(group, table);
+            [split(a, b), split(c, d)]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn decode(group: *const u8, table: *const u8, out: *mut u8) {
+        // SAFETY: as said above.
+        unsafe { coded::store_words(group, table, out) }
     }
 }
 
@@ -110,16 +148,7 @@ impl Lanes for V {
     #[inline(always)]
     unsafe fn load_bf16_split(p: *const u8) -> Self {
         // SAFETY: as said above.
-        unsafe {
-            let (a, b) = (_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(16).cast()));
-            let upper = _mm_set1_epi32(!0xffff);
-            Self([
-                _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32::<16>(a))),
-                _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32::<16>(b))),
-                _mm256_cvtps_pd(_mm_castsi128_ps(_mm_and_si128(a, upper))),
-                _mm256_cvtps_pd(_mm_castsi128_ps(_mm_and_si128(b, upper))),
-            ])
-        }
+        unsafe { split(_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(16).cast())) }
     }
 
     #[inline(always)]

@@ -1,7 +1,9 @@
 //! Sixteen f64 in two 512-bit registers: x86-64 with AVX-512 F, DQ, BW and VL.
 
+use super::coded::{self, Decode};
 use super::lanes::{Lanes, instantiate};
 use super::{KdaStep, Panel};
+use crate::coded::CodedMatrix;
 use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
 use core::arch::x86_64::*;
 
@@ -41,6 +43,38 @@ unsafe fn fold4(x: __m256d) -> f64 {
 unsafe fn halves(x: __m512d) -> __m256d {
     // SAFETY: the caller's promise.
     unsafe { _mm256_add_pd(_mm512_castpd512_pd256(x), _mm512_extractf64x4_pd::<1>(x)) }
+}
+
+/// Sixteen bf16 in order: the eight of even index, then the eight of odd index.
+///
+/// # Safety
+/// AVX-512.
+#[inline(always)]
+unsafe fn split(words: __m256i) -> V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let even = _mm256_slli_epi32::<16>(words);
+        let odd = _mm256_and_si256(words, _mm256_set1_epi32(!0xffff));
+        V([_mm512_cvtps_pd(_mm256_castsi256_ps(even)), _mm512_cvtps_pd(_mm256_castsi256_ps(odd))])
+    }
+}
+
+// SAFETY of both blocks: the trait asks its caller for AVX-512 and valid pointers.
+impl Decode for V {
+    #[inline(always)]
+    unsafe fn load_coded_split(group: *const u8, table: *const u8) -> [Self; 2] {
+        // SAFETY: as said above.
+        unsafe {
+            let [a, b, c, d] = coded::words(group, table);
+            [split(_mm256_set_m128i(b, a)), split(_mm256_set_m128i(d, c))]
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn decode(group: *const u8, table: *const u8, out: *mut u8) {
+        // SAFETY: as said above.
+        unsafe { coded::store_words(group, table, out) }
+    }
 }
 
 // SAFETY of every block below: the trait asks its caller for AVX-512 and valid pointers.
@@ -100,12 +134,7 @@ impl Lanes for V {
     #[inline(always)]
     unsafe fn load_bf16_split(p: *const u8) -> Self {
         // SAFETY: as said above.
-        unsafe {
-            let words = _mm256_loadu_si256(p.cast());
-            let even = _mm256_slli_epi32::<16>(words);
-            let odd = _mm256_and_si256(words, _mm256_set1_epi32(!0xffff));
-            Self([_mm512_cvtps_pd(_mm256_castsi256_ps(even)), _mm512_cvtps_pd(_mm256_castsi256_ps(odd))])
-        }
+        unsafe { split(_mm256_loadu_si256(p.cast())) }
     }
 
     #[inline(always)]

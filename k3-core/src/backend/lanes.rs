@@ -30,6 +30,7 @@
 //! group asks for the next group's bytes at its own column. A prefetch past the end of the matrix is
 //! only a hint, and its address is computed without leaving the rules for pointers (`wrapping_add`).
 
+pub(super) use super::coded::matmul_coded;
 use super::{KdaStep, LANES, Panel, TILE};
 use crate::math::round;
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
@@ -728,6 +729,7 @@ macro_rules! instantiate {
             sum_squares,
             sum,
             matmul_bf16,
+            matmul_coded,
             matmul_mxfp4,
             matmul_f32,
             sum_rows_f32,
@@ -746,6 +748,7 @@ macro_rules! instantiate {
             sum_squares(x: &[f32]) -> f64 = sum_squares::<$lanes>;
             sum(x: &[f32]) -> f64 = sum::<$lanes>;
             matmul_bf16(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = matmul_bf16::<$lanes, $b1, $bn>;
+            matmul_coded(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = matmul_coded::<$lanes, $b1, $bn>;
             matmul_mxfp4(w: Mxfp4Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = matmul_mxfp4::<$lanes, $m1, $mn>;
             matmul_f32(w: F32Matrix<'_>, x: &[f32], out: &mut [f32]) -> () = matmul_f32::<$lanes, 2>;
             sum_rows_f32(coef: &[f32], rows: &[f32], stride: usize, out: &mut [f32]) -> () = sum_rows_f32::<$lanes, $c>;

@@ -37,11 +37,14 @@ mod avx2;
 #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod avx512;
 #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
+mod coded;
+#[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod lanes;
 mod scalar;
 #[cfg(test)]
 mod tests;
 
+use crate::coded::CodedMatrix;
 use crate::math;
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
 
@@ -148,6 +151,7 @@ struct Table {
     sum_squares: unsafe fn(&[f32]) -> f64,
     sum: unsafe fn(&[f32]) -> f64,
     matmul_bf16: unsafe fn(Bf16Matrix<'_>, &Panel<'_>, &mut [f32]),
+    matmul_coded: unsafe fn(CodedMatrix<'_>, &Panel<'_>, &mut [f32]),
     matmul_mxfp4: unsafe fn(Mxfp4Matrix<'_>, &Panel<'_>, &mut [f32]),
     matmul_f32: unsafe fn(F32Matrix<'_>, &[f32], &mut [f32]),
     sum_rows_f32: unsafe fn(&[f32], &[f32], usize, &mut [f32]),
@@ -305,6 +309,19 @@ impl Backend {
         if !out.is_empty() {
             // SAFETY: holding `self` proves the features of its table; the shapes were checked.
             unsafe { (self.table.matmul_bf16)(w, x, out) }
+        }
+    }
+
+    /// `out = w x` for coded bf16 weights: `out` is `[rows, positions]`. The bits are those of
+    /// [`Backend::matmul_bf16`] with the matrix that was coded.
+    ///
+    /// # Panics
+    /// If the panel has another layout or number of columns than `w`, or `out` another length.
+    pub fn matmul_coded(self, w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
+        check_matmul(w.rows(), w.cols(), Layout::Bf16, x, out);
+        if !out.is_empty() {
+            // SAFETY: holding `self` proves the features of its table; the shapes were checked.
+            unsafe { (self.table.matmul_coded)(w, x, out) }
         }
     }
 

@@ -5,6 +5,7 @@
 //! functions are.
 
 use super::{KdaStep, LANES, Layout, Panel, Table, fold};
+use crate::coded::{self, CodedMatrix};
 use crate::math::{self, round};
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
 
@@ -14,6 +15,7 @@ pub(super) static TABLE: Table = Table {
     sum_squares,
     sum,
     matmul_bf16,
+    matmul_coded,
     matmul_mxfp4,
     matmul_f32,
     sum_rows_f32,
@@ -79,6 +81,23 @@ fn matmul_bf16(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
                 let x = x.block(p, b);
                 for (j, w) in w.chunks_exact(2).enumerate() {
                     lanes[j] += f64::from(bf16(w[0], w[1])) * x[Layout::Bf16.place(j)];
+                }
+            }
+            *out = round(fold(lanes));
+        }
+    }
+}
+
+fn matmul_coded(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
+    for (r, out) in out.chunks_exact_mut(x.positions).enumerate() {
+        for (p, out) in out.iter_mut().enumerate() {
+            let mut lanes = [0.0; LANES];
+            for g in 0..w.groups_per_row() {
+                let mut group = [0; 2 * coded::GROUP];
+                let count = w.decode_group(r, g, &mut group);
+                for (i, w) in group.chunks_exact(2).take(count).enumerate() {
+                    let (b, j) = (2 * g + i / LANES, i % LANES);
+                    lanes[j] += f64::from(bf16(w[0], w[1])) * x.block(p, b)[Layout::Bf16.place(j)];
                 }
             }
             *out = round(fold(lanes));

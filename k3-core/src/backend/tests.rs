@@ -231,6 +231,51 @@ fn products_with_bf16() {
     });
 }
 
+/// A coded matrix beside the bf16 matrix it was made of, with all kernels and all amounts of misfits.
+#[test]
+fn products_with_coded_are_those_with_bf16() {
+    use crate::coded::{CodedMatrix, coded_len, encode};
+    for backend in Backend::available() {
+        let mut random = Random(13);
+        let (mut fewest, mut most) = (f64::INFINITY, 0.0f64);
+        for cols in lengths() {
+            // One exponent in a hundred misses the table, nearly none do, or nearly all do.
+            for kind in KINDS {
+                for (rows, positions) in
+                    [(0, 1), (1, 1), (4, 1), (7, 1), (50, 1), (1, 2), (5, 3), (8, 4), (26, 5), (3, 16), (4, 18)]
+                {
+                    if cols > 600 && (rows > 10 || kind == Kind::Finite) {
+                        continue;
+                    }
+                    let (mut w, x) = (random.bf16(rows * cols, kind), random.vector(positions * cols, kind));
+                    // Rows of nothing but misfits between others.
+                    for row in w.chunks_exact_mut((2 * cols).max(1)).skip(2).step_by(3) {
+                        row.iter_mut().for_each(|b| *b = random.bits().to_le_bytes()[7]);
+                    }
+                    let mut block = vec![0; coded_len(rows, cols, rows * cols).unwrap()];
+                    let len = encode(&w, rows, cols, &mut block).unwrap();
+                    let coded = CodedMatrix::new(&block[..len], rows, cols).unwrap();
+                    let raw = Bf16Matrix::new(&w, rows, cols).unwrap();
+                    if rows * cols > 1000 {
+                        let share = coded.misfits() as f64 / (rows * cols) as f64;
+                        (fewest, most) = (fewest.min(share), most.max(share));
+                    }
+                    let (mut found, mut expected) = (vec![1.0; rows * positions], vec![2.0; rows * positions]);
+                    packed(Layout::Bf16, &x, cols, positions, |x| {
+                        Backend::SCALAR.matmul_bf16(raw, x, &mut expected);
+                        backend.matmul_coded(coded, x, &mut found);
+                        same(&found, &expected, &format!("{backend:?} {rows}x{cols}, {positions} positions, {kind:?}"));
+                        let half = rows / 2;
+                        backend.matmul_coded(coded.slice(half..rows), x, &mut found[half * positions..]);
+                    });
+                    same(&found, &expected, &format!("{backend:?} half of {rows}x{cols}, {positions}, {kind:?}"));
+                }
+            }
+        }
+        assert!(fewest < 0.01 && most > 0.85, "{fewest} {most}");
+    }
+}
+
 #[test]
 fn products_with_mxfp4() {
     each(|backend| {

@@ -13,7 +13,7 @@ use crate::ops::linear::multiply;
 use crate::ops::moe::Groups;
 use crate::ops::norm::{MLA_LORA_EPS, rms_norm, rms_norm_in_place};
 use crate::ops::{kda, mla, residual, router};
-use crate::view::{Bf16Matrix, Expert, F32Matrix, LayerIndex, TokenId};
+use crate::view::{Expert, F32Matrix, LayerIndex, MatrixRows, TokenId};
 
 /// Watches a pass from outside. All methods do nothing unless overridden; none can change a value.
 pub trait Observer {
@@ -583,7 +583,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     }
 
     /// Lends the blocks of a matrix to `each` and sees to it that all rows came, in order.
-    fn blocks(&mut self, tensor: Tensor, mut each: impl FnMut(usize, Bf16Matrix<'_>)) -> Step<W> {
+    fn blocks(&mut self, tensor: Tensor, mut each: impl FnMut(usize, MatrixRows<'_>)) -> Step<W> {
         let spec = tensor.spec(self.model.config);
         let (rows, cols) = (length(spec.rows()), length(spec.cols()));
         let granule = tensor.row_granule(self.model.config);
@@ -592,6 +592,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             .matrix(tensor, &mut |first, block| {
                 fits &= first == next && block.cols() == cols;
                 fits &= block.rows().is_multiple_of(granule) && block.rows() <= rows - next;
+                fits &= matches!(block, MatrixRows::Raw(_)) || tensor.may_be_coded();
                 if fits {
                     each(first, block);
                     next += block.rows();
@@ -746,6 +747,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         let (thread, panels) = (&mut *s.thread, &mut *s.panels);
         let thread_len = s.thread_len;
         self.blocks(t(T::KvB), |first, block| {
+            let MatrixRows::Raw(block) = block else { return };
             let mut at = 0;
             for s in &*sequences {
                 let (shape, seen) = (mla::Shape { positions: s.positions, ..shape }, s.state.position + s.positions);

@@ -1,7 +1,7 @@
 //! The seam between arithmetic and storage.
 
 use crate::checkpoint::Tensor;
-use crate::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, TokenId};
+use crate::view::{Expert, ExpertId, LayerIndex, MatrixRows, TokenId};
 
 /// What the forward pass asks of whoever holds the weights.
 ///
@@ -39,11 +39,12 @@ pub trait Weights {
     fn vector(&mut self, tensor: Tensor, each: &mut dyn FnMut(&[u8])) -> Result<(), Self::Error>;
 
     /// Lends a matrix as blocks `each(first row, rows)` in rising order. Each block has a multiple
-    /// of [`Tensor::row_granule`] rows.
+    /// of [`Tensor::row_granule`] rows. A tensor for which [`Tensor::may_be_coded`] says no is lent
+    /// raw; each block of another may be raw or coded, and no result depends on which.
     ///
     /// # Errors
     /// If the weights cannot be read.
-    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), Self::Error>;
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, MatrixRows<'_>)) -> Result<(), Self::Error>;
 
     /// Says which experts of a layer [`Weights::experts`] will ask for next, so that reading can
     /// start while the shared experts are computed. `ids` rise and have no duplicates.

@@ -5,7 +5,7 @@
 
 use crate::backend::{Backend, Panel};
 use crate::exec::{Executor, Parts};
-use crate::view::Bf16Matrix;
+use crate::view::{Bf16Matrix, MatrixRows};
 
 /// Parts per thread: enough that a thread which was held up does not hold up the rest.
 const PARTS_PER_THREAD: usize = 4;
@@ -31,6 +31,19 @@ impl RowBlock for Bf16Matrix<'_> {
 
     fn multiply(self, backend: Backend, first: usize, x: &Panel<'_>, out: &mut [f32]) {
         backend.matmul_bf16(self.slice(first..first + out.len() / x.positions()), x, out);
+    }
+}
+
+impl RowBlock for MatrixRows<'_> {
+    fn rows(self) -> usize {
+        MatrixRows::rows(&self)
+    }
+
+    fn multiply(self, backend: Backend, first: usize, x: &Panel<'_>, out: &mut [f32]) {
+        match self {
+            Self::Raw(m) => m.multiply(backend, first, x, out),
+            Self::Coded(m) => backend.matmul_coded(m.slice(first..first + out.len() / x.positions()), x, out),
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 use k3_core::checkpoint::{GlobalTensor, LayerTensor, Tensor, slot};
 use k3_core::config::ModelConfig;
 use k3_core::model::Weights;
-use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, Mxfp4Matrix, TokenId, ViewError};
+use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, MatrixRows, Mxfp4Matrix, TokenId, ViewError};
 
 /// The model's `config.json`.
 pub(crate) const CONFIG: &[u8] = include_bytes!("config.json");
@@ -93,14 +93,14 @@ impl Weights for Tiny<'_> {
         Ok(())
     }
 
-    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), ViewError> {
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, MatrixRows<'_>)) -> Result<(), ViewError> {
         let spec = tensor.spec(self.config);
         let size = |dim| usize::try_from(dim).unwrap_or(usize::MAX);
         let (rows, cols) = (size(spec.rows()), size(spec.cols()));
         let whole = Bf16Matrix::new(self.window(&FLOATS, tensor, self.len(tensor)), rows, cols)?;
         let block = self.block.saturating_mul(tensor.row_granule(self.config)).clamp(1, rows);
         for first in (0..rows).step_by(block) {
-            each(first, whole.slice(first..rows.min(first + block)));
+            each(first, whole.slice(first..rows.min(first + block)).into());
         }
         Ok(())
     }

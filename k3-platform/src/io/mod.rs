@@ -13,6 +13,7 @@ mod disk;
 mod faulty;
 mod pool;
 mod set;
+mod throttled;
 
 use std::io;
 use std::ops::Range;
@@ -23,8 +24,9 @@ use crate::aligned::{self, AlignedBuf};
 
 pub use disk::{Disk, File, Mode, free_space};
 pub use faulty::{Faults, Faulty};
-pub use pool::{Done, Extent, Job, Priority, ReadPool};
+pub use pool::{Check, Done, Extent, Job, Priority, ReadPool};
 pub use set::{Changed, FileSet, PATIENCE, open_limit};
+pub use throttled::Throttled;
 
 /// The largest value [`ReadAt::alignment`] may have, in bytes. A buffer sized with room for it fits
 /// every file.
@@ -177,6 +179,11 @@ pub enum ReadFault {
         /// For so long.
         seconds: u64,
     },
+    /// The bytes are not those that were written: their checksum differs.
+    Checksum {
+        /// Which segment of the file.
+        segment: usize,
+    },
     /// The reader panicked: a bug.
     Panicked,
 }
@@ -197,6 +204,9 @@ impl std::fmt::Display for ReadError {
             ReadFault::Stalled { seconds } => {
                 write!(f, "read at byte {offset} has brought nothing for {seconds} s")
             }
+            ReadFault::Checksum { segment } => {
+                write!(f, "segment {segment}, which begins at byte {offset}, is damaged: its checksum differs")
+            }
             ReadFault::Panicked => write!(f, "the reader panicked at byte {offset}"),
         }
     }
@@ -210,6 +220,7 @@ impl std::error::Error for ReadError {
             | ReadFault::Shrank { .. }
             | ReadFault::Buffer { .. }
             | ReadFault::Stalled { .. }
+            | ReadFault::Checksum { .. }
             | ReadFault::Panicked => None,
         }
     }

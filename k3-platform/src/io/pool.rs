@@ -45,6 +45,21 @@ impl std::fmt::Debug for Extent {
     }
 }
 
+/// A part of a buffer whose bytes must have a checksum once they are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Check {
+    /// Where in the buffer it starts (bytes).
+    pub at: usize,
+    /// Its length (bytes).
+    pub len: usize,
+    /// XXH3, 64 bits.
+    pub sum: u64,
+    /// Which segment of the file it is, and where that begins (bytes), for messages.
+    pub segment: usize,
+    /// See [`Check::segment`].
+    pub offset: u64,
+}
+
 /// Extents to read into a buffer.
 #[derive(Debug)]
 pub struct Job<T> {
@@ -52,6 +67,8 @@ pub struct Job<T> {
     pub tag: T,
     /// What to read, in this order. Reading stops at the first that fails.
     pub extents: Vec<Extent>,
+    /// What is checked by the reader, so that nobody else waits for it.
+    pub checks: Vec<Check>,
     /// Where to. It comes back with the answer, whatever that is.
     pub buffer: AlignedBuf,
 }
@@ -71,6 +88,7 @@ type Answer = Box<dyn FnOnce(AlignedBuf, Result<(), ReadError>) + Send>;
 
 struct Task {
     extents: Vec<Extent>,
+    checks: Vec<Check>,
     buffer: AlignedBuf,
     answer: Answer,
 }
@@ -153,12 +171,12 @@ impl ReadPool {
     /// Queues a job and returns at once. The answer goes to `reply`; if nobody listens there any more,
     /// it is dropped, and the buffer with it.
     pub fn submit<T: Send + 'static>(&self, priority: Priority, job: Job<T>, reply: &Sender<Done<T>>) {
-        let Job { tag, extents, buffer } = job;
+        let Job { tag, extents, checks, buffer } = job;
         let reply = reply.clone();
         let answer = Box::new(move |buffer, result| {
             let _nobody_listens = reply.send(Done { tag, buffer, result });
         });
-        let task = Task { extents, buffer, answer };
+        let task = Task { extents, checks, buffer, answer };
         let mut queue = self.shared.lock();
         match priority {
             Priority::Urgent => queue.urgent.push_back(task),
@@ -219,7 +237,7 @@ impl Drop for ReadPool {
 fn work(shared: &Shared, number: usize) {
     loop {
         let mut queue = shared.lock();
-        let Task { extents, mut buffer, answer } = loop {
+        let Task { extents, checks, mut buffer, answer } = loop {
             if let Some(task) = queue.urgent.pop_front().or_else(|| queue.prefetch.pop_front()) {
                 break task;
             }
@@ -242,6 +260,13 @@ fn work(shared: &Shared, number: usize) {
             shared.bytes.fetch_add(read.unwrap_or_else(panicked)?, Ordering::Relaxed);
             Ok(())
         });
+        let result = result.and_then(|()| match checks.iter().find(|c| !holds(c, &buffer)) {
+            None => Ok(()),
+            Some(check) => {
+                let path = extents.first().map(|e| e.file.path().to_owned()).unwrap_or_default();
+                Err(ReadError { path, offset: check.offset, fault: ReadFault::Checksum { segment: check.segment } })
+            }
+        });
         answer(buffer, result);
         let mut queue = shared.lock();
         queue.active -= 1;
@@ -249,6 +274,11 @@ fn work(shared: &Shared, number: usize) {
             shared.idle.notify_all();
         }
     }
+}
+
+fn holds(check: &Check, buffer: &AlignedBuf) -> bool {
+    let bytes = buffer.get(check.at..).and_then(|rest| rest.get(..check.len));
+    bytes.is_some_and(|bytes| xxhash_rust::xxh3::xxh3_64(bytes) == check.sum)
 }
 
 fn read(extent: &Extent, file: &dyn ReadAt, buffer: &mut AlignedBuf) -> Result<u64, ReadError> {
@@ -334,7 +364,7 @@ mod tests {
                 let offset = started as u64 * 301;
                 let extents = vec![extent(&file(0), offset, 9000, 0), extent(&file(5), offset + 70, 3000, 32_768)];
                 let priority = if started % 2 == 0 { Priority::Urgent } else { Priority::Prefetch };
-                pool.submit(priority, Job { tag: started, extents, buffer }, &send);
+                pool.submit(priority, Job { tag: started, extents, checks: Vec::new(), buffer }, &send);
                 started += 1;
                 wanted += 12_000;
             }
@@ -376,7 +406,8 @@ mod tests {
     }
 
     fn job<T>(tag: T, file: &Arc<dyn ReadAt>) -> Job<T> {
-        Job { tag, extents: vec![extent(file, 0, 1, 0)], buffer: AlignedBuf::zeroed(4096).unwrap() }
+        let buffer = AlignedBuf::zeroed(4096).unwrap();
+        Job { tag, extents: vec![extent(file, 0, 1, 0)], checks: Vec::new(), buffer }
     }
 
     #[test]
@@ -471,7 +502,11 @@ mod tests {
         let pool = ReadPool::new(1).unwrap();
         let (send, receive) = channel();
         let ask = |extents| {
-            pool.submit(Priority::Urgent, Job { tag: (), extents, buffer: AlignedBuf::zeroed(8192).unwrap() }, &send);
+            pool.submit(
+                Priority::Urgent,
+                Job { tag: (), extents, checks: Vec::new(), buffer: AlignedBuf::zeroed(8192).unwrap() },
+                &send,
+            );
             let done = receive.recv_timeout(Duration::from_secs(60)).unwrap();
             assert_eq!(done.buffer.len(), 8192);
             done.result
