@@ -8,7 +8,7 @@ use k3_core::config::ModelConfig;
 use k3_core::exec::Serial;
 use k3_core::math::canonical_bits;
 use k3_core::model::{Extent, ForwardError, Journal, Model, Sequence, State, Weights, Workspace};
-use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, TokenId, ViewError};
+use k3_core::view::{Expert, ExpertId, LayerIndex, MatrixRows, TokenId, ViewError};
 
 const CONTEXT: usize = 24;
 const EXTENT: Extent = Extent { chunk: 12, context: CONTEXT, width: 1 };
@@ -215,7 +215,7 @@ impl Weights for Breaks<'_> {
         self.tiny.vector(tensor, each)
     }
 
-    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), ViewError> {
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, MatrixRows<'_>)) -> Result<(), ViewError> {
         match self.after.checked_sub(1) {
             Some(left) => self.after = left,
             // Without rows the pass counts itself incomplete.

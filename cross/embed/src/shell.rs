@@ -10,7 +10,7 @@ use k3_core::config::ModelConfig;
 use k3_core::exec::{Executor, Split};
 use k3_core::model::Weights;
 use k3_core::safetensors::Header;
-use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, Mxfp4Matrix, TokenId};
+use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, MatrixRows, Mxfp4Matrix, TokenId};
 
 /// One after the other: there are no threads here.
 pub(crate) struct InOrder;
@@ -129,8 +129,8 @@ impl Weights for Checkpoint<'_> {
         Ok(())
     }
 
-    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, Bf16Matrix<'_>)) -> Result<(), Fault> {
-        each(0, Checkpoint::matrix(self, tensor)?);
+    fn matrix(&mut self, tensor: Tensor, each: &mut dyn FnMut(usize, MatrixRows<'_>)) -> Result<(), Fault> {
+        each(0, Checkpoint::matrix(self, tensor)?.into());
         Ok(())
     }
 

@@ -461,7 +461,11 @@ mod tests {
         assert!(pool.stalled(Duration::ZERO).is_none());
         let (send, receive) = channel();
         let extents = vec![extent(&file, 7, 1, 0)];
-        pool.submit(Priority::Urgent, Job { tag: 1, extents, buffer: AlignedBuf::zeroed(4096).unwrap() }, &send);
+        pool.submit(
+            Priority::Urgent,
+            Job { tag: 1, extents, checks: Vec::new(), buffer: AlignedBuf::zeroed(4096).unwrap() },
+            &send,
+        );
         let error = loop {
             match pool.stalled(Duration::from_millis(1)) {
                 Some(error) => break error,
