@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-all=(s390x aarch64 i686 wasm32 bare-metal)
+all=(s390x aarch64 i686 bare-metal)
 [ $# -gt 0 ] && all=("$@")
 dir=${K3_CROSS_DIR:-$PWD/target/cross}
 export DEBIAN_FRONTEND=noninteractive

@@ -3,7 +3,9 @@ import { readFileSync } from "node:fs";
 import { WASI } from "node:wasi";
 
 const [program, ...args] = process.argv.slice(2);
-const wasi = new WASI({ version: "preview1", args: [program, ...args], env: {}, returnOnExit: true });
+// Some tests read fixtures.
+const preopens = { "/": "/" };
+const wasi = new WASI({ version: "preview1", args: [program, ...args], env: {}, preopens, returnOnExit: true });
 const { instance } = await WebAssembly.instantiate(readFileSync(program), {
   wasi_snapshot_preview1: wasi.wasiImport,
 });
