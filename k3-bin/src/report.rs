@@ -225,6 +225,10 @@ pub(crate) fn io(stats: &Stats, direct: bool) -> Value {
         "trunk_hit_rate": stats.trunk_hit_rate(),
         "expert_hit_rate": stats.expert_hit_rate(),
         "direct": direct,
+        "disk_busy_seconds": stats.disk_busy.as_secs_f64(),
+        "waited_seconds": stats.waited().as_secs_f64(),
+        "computed_seconds": stats.computed().as_secs_f64(),
+        "overlap": stats.overlap(),
     })
 }
 
@@ -244,12 +248,11 @@ pub(crate) fn damaged(stats: &Stats) -> Value {
 pub(crate) fn end(outcome: &Outcome, stats: &Stats, plan: &Plan) {
     let _ = writeln!(
         std::io::stderr(),
-        "{} in {:.2} s, {} generated, {} per token; waited {:.2} s for the disk",
+        "{} in {:.2} s, {} generated, {} per token",
         count(outcome.prompt, "prompt token"),
         outcome.prefill.as_secs_f64(),
         outcome.generated,
         outcome.per_token().map_or("-".to_owned(), |s| format!("{s:.3} s")),
-        stats.waited().as_secs_f64(),
     );
     if plan.speculate > 0 {
         let Guesses { passes, drafted, accepted, rests } = outcome.guesses;
@@ -265,6 +268,14 @@ pub(crate) fn end(outcome: &Outcome, stats: &Stats, plan: &Plan) {
 pub(crate) fn resources(stats: &Stats, plan: &Plan) {
     let mut err = std::io::stderr().lock();
     let percent = |rate: Option<f64>| rate.map_or("-".to_owned(), |r| format!("{:.1}%", 100.0 * r));
+    let _ = writeln!(
+        err,
+        "computed {:.2} s, waited {:.2} s; the disk was busy for {:.2} s, {} of it behind computing",
+        stats.computed().as_secs_f64(),
+        stats.waited().as_secs_f64(),
+        stats.disk_busy.as_secs_f64(),
+        percent(stats.overlap()),
+    );
     let _ = writeln!(
         err,
         "read {}; trunk hits {}, expert hits {}; peak memory {} of {}",

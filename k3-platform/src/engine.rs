@@ -17,7 +17,7 @@ use k3_core::view::{Expert, ExpertId, LayerIndex, MatrixRows, TokenId};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What a run did, in numbers.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,6 +28,12 @@ pub struct Stats {
     pub trunk: TrunkStats,
     /// The experts' counts.
     pub experts: ExpertStats,
+    /// Time spent waiting for rows of the embedding.
+    pub rows_waited: Duration,
+    /// Time spent in passes, waiting included.
+    pub in_passes: Duration,
+    /// Time the disk had something to do.
+    pub disk_busy: Duration,
 }
 
 impl Stats {
@@ -47,7 +53,21 @@ impl Stats {
     /// Time the computation stood still for the disk.
     #[must_use]
     pub fn waited(&self) -> Duration {
-        self.trunk.waited + self.experts.waited
+        self.trunk.waited + self.experts.waited + self.rows_waited
+    }
+
+    /// Time the computation went on.
+    #[must_use]
+    pub fn computed(&self) -> Duration {
+        self.in_passes.saturating_sub(self.waited())
+    }
+
+    /// The overlap: share of the disk's busy time in which the computation went on, which is what
+    /// reading ahead has saved. `None` if nothing was read.
+    #[must_use]
+    pub fn overlap(&self) -> Option<f64> {
+        let busy = self.disk_busy.as_secs_f64();
+        (busy > 0.0).then(|| (1.0 - self.waited().as_secs_f64() / busy).max(0.0))
     }
 }
 
@@ -69,6 +89,7 @@ pub struct Engine {
     journal: AlignedBuf,
     /// First position and length of the pass on trial that the journal holds.
     trial: Option<(usize, usize)>,
+    in_passes: Duration,
 }
 
 /// What one sequence remembers: see [`State`].
@@ -97,7 +118,11 @@ struct Storage {
     fetch: Fetch,
     trunk: Trunk,
     arena: Arena,
-    rows: Option<AlignedBuf>,
+    /// Buffers for rows of the embedding, at most one for each reader.
+    rows: Vec<AlignedBuf>,
+    rows_out: usize,
+    rows_waited: Duration,
+    readers: usize,
     /// A row of the embedding, decoded.
     row: Vec<u8>,
     /// A number for each row that was ever asked for: an answer to a pass that was stopped must not
@@ -134,13 +159,16 @@ impl Engine {
             fetch,
             trunk,
             arena,
-            rows: None,
+            rows: Vec::new(),
+            rows_out: 0,
+            rows_waited: Duration::ZERO,
+            readers: plan.readers.max(1),
             row: Vec::new(),
             row_tag: 0,
             row_sender,
             row_receiver,
         };
-        Ok(Self { storage, plan, backend, exec, sequences, workspace, journal, trial: None })
+        Ok(Self { storage, plan, backend, exec, sequences, workspace, journal, trial: None, in_passes: Duration::ZERO })
     }
 
     /// The checkpoint.
@@ -272,7 +300,9 @@ impl Engine {
         let mut workspace =
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
+        let started = Instant::now();
         let result = model.forward_many(&mut self.storage, &mut sequences, &mut workspace, ids, logits, observer);
+        self.in_passes += started.elapsed();
         // What a pass has read is one checkpoint only if nobody wrote to it meanwhile.
         let unchanged = if result.is_ok() { self.storage.fetch.unchanged() } else { Ok(()) };
         for (state, (position, torn)) in states.iter().zip(outcomes) {
@@ -299,7 +329,10 @@ impl Engine {
         let mut workspace =
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
-        model.verify(&mut self.storage, &mut state, &mut journal, &mut workspace, ids, logits, observer)?;
+        let started = Instant::now();
+        let result = model.verify(&mut self.storage, &mut state, &mut journal, &mut workspace, ids, logits, observer);
+        self.in_passes += started.elapsed();
+        result?;
         self.storage.fetch.unchanged()?;
         self.trial = Some((start, ids.len()));
         Ok(())
@@ -339,7 +372,36 @@ impl Engine {
     #[must_use]
     pub fn stats(&self) -> Stats {
         let Storage { fetch, trunk, arena, .. } = &self.storage;
-        Stats { bytes_read: fetch.bytes_read(), trunk: trunk.stats(), experts: arena.stats().clone() }
+        Stats {
+            bytes_read: fetch.bytes_read(),
+            trunk: trunk.stats(),
+            experts: arena.stats().clone(),
+            rows_waited: self.storage.rows_waited,
+            in_passes: self.in_passes,
+            disk_busy: fetch.busy(),
+        }
+    }
+}
+
+impl Storage {
+    /// Lends a row of the embedding out of the segment that was read for it.
+    fn lend_row(&mut self, id: TokenId, buffer: &AlignedBuf, each: &mut dyn FnMut(&[u8])) -> Result<(), Error> {
+        let row_bytes = self.checkpoint.config().hidden_size * 2;
+        let segment = self.checkpoint.embedding_row(id);
+        let piece = *segment.pieces.first().ok_or(Error::Order)?;
+        let bytes = buffer.get(piece.at..piece.at + piece.len).ok_or(Error::Order)?;
+        let r = id.get() - piece.first_row;
+        match piece.form {
+            Form::Raw => each(bytes.get(r * row_bytes..(r + 1) * row_bytes).ok_or(Error::Order)?),
+            Form::Coded { cols } => {
+                let block = CodedMatrix::new(bytes, piece.rows, cols);
+                let block = block.map_err(|e| self.checkpoint.walk().block_error(e))?;
+                self.row.resize(row_bytes, 0);
+                block.decode_row(r, &mut self.row);
+                each(&self.row);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -352,38 +414,37 @@ impl Weights for Storage {
     }
 
     fn embed(&mut self, ids: &[TokenId], each: &mut dyn FnMut(usize, &[u8])) -> Result<(), Error> {
-        // One row at a time through one small buffer: 14 KB each of 2.35 GB, or a segment of a pack.
-        let row_bytes = self.checkpoint.config().hidden_size * 2;
-        for (i, &id) in ids.iter().enumerate() {
-            let segment = self.checkpoint.embedding_row(id);
-            let piece = *segment.pieces.first().ok_or(Error::Order)?;
-            let buffer = match self.rows.take().filter(|b| b.len() >= segment.bytes) {
-                Some(buffer) => buffer,
-                None => AlignedBuf::zeroed(segment.bytes.next_multiple_of(4096) + 4096)?,
-            };
-            self.row_tag += 1;
-            let (reads, checks) = (&segment.reads, &segment.checks);
-            self.fetch.submit_checked(reads, checks, buffer, self.row_tag, Priority::Urgent, &self.row_sender);
-            let fetched = loop {
-                let fetched = self.fetch.wait(&self.row_receiver)?;
-                if fetched.tag == self.row_tag {
-                    break fetched;
-                }
-            };
-            fetched.result?;
-            let bytes = fetched.buffer.get(piece.at..piece.at + piece.len).ok_or(Error::Order)?;
-            let r = id.get() - piece.first_row;
-            match piece.form {
-                Form::Raw => each(i, bytes.get(r * row_bytes..(r + 1) * row_bytes).ok_or(Error::Order)?),
-                Form::Coded { cols } => {
-                    let block = CodedMatrix::new(bytes, piece.rows, cols);
-                    let block = block.map_err(|e| self.checkpoint.walk().block_error(e))?;
-                    self.row.resize(row_bytes, 0);
-                    block.decode_row(r, &mut self.row);
-                    each(i, &self.row);
-                }
+        // Rows of 14 KB from anywhere in 2.35 GB, or segments of a pack: as many at a time as there are
+        // readers.
+        let base = self.row_tag;
+        self.row_tag += ids.len() as u64;
+        let (mut next, mut done) = (0, 0);
+        while done < ids.len() {
+            while let Some(&id) = ids.get(next)
+                && self.rows_out < self.readers
+            {
+                let segment = self.checkpoint.embedding_row(id);
+                let buffer = match self.rows.pop().filter(|b| b.len() >= segment.bytes) {
+                    Some(buffer) => buffer,
+                    None => AlignedBuf::zeroed(segment.bytes.next_multiple_of(4096) + 4096)?,
+                };
+                let (reads, checks, tag) = (&segment.reads, &segment.checks, base + next as u64);
+                self.fetch.submit_checked(reads, checks, buffer, tag, Priority::Urgent, &self.row_sender);
+                self.rows_out += 1;
+                next += 1;
             }
-            self.rows = Some(fetched.buffer);
+            let started = Instant::now();
+            let fetched = self.fetch.wait(&self.row_receiver)?;
+            self.rows_waited += started.elapsed();
+            self.rows_out -= 1;
+            // One that a stopped pass has asked for is of no use.
+            let index = fetched.tag.checked_sub(base).and_then(|i| usize::try_from(i).ok());
+            if let Some((i, &id)) = index.and_then(|i| Some((i, ids.get(i)?))) {
+                fetched.result?;
+                self.lend_row(id, &fetched.buffer, &mut |row| each(i, row))?;
+                done += 1;
+            }
+            self.rows.push(fetched.buffer);
         }
         Ok(())
     }

@@ -54,6 +54,12 @@ impl Fetch {
         Ok(self.files.check()?)
     }
 
+    /// How long the disk had something to do.
+    #[must_use]
+    pub fn busy(&self) -> Duration {
+        self.pool.busy()
+    }
+
     /// Queues the reads of one segment; the answer goes to `reply`.
     pub fn submit(&self, reads: &[Read], buffer: AlignedBuf, tag: u64, priority: Priority, reply: &Sender<Fetched>) {
         self.submit_checked(reads, &[], buffer, tag, priority, reply);

@@ -223,6 +223,9 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize, sequences: usize) -
     }
     let extent = Extent { chunk, context: request.context, width: request.threads };
     ledger.add("activations", lines(Workspace::lines(c, extent)), format!("chunks of {chunk} positions"));
+    let buffers = chunk.min(request.readers.max(1));
+    let bytes = (buffers as u64).saturating_mul(sizes.walk.row_buffer(2 * c.hidden_size) as u64);
+    ledger.add("embedding", bytes, format!("{buffers} of its rows at a time"));
     let rows = logit_rows(request, chunk, sequences);
     if request.beside > 0 {
         ledger.add("text", request.beside, "scratch of the sampler, buffers of a session and a chat".to_owned());

@@ -9,7 +9,7 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::experts::Name;
 use crate::fetch::{Fetch, Priority};
-use crate::segment::{Piece, Place, Segment, block};
+use crate::segment::{Form, Piece, Place, Segment, block};
 use k3_core::checkpoint::{ExpertTensor, Tensor};
 use k3_core::config::MlpKind;
 use k3_core::view::ExpertId;
@@ -65,7 +65,7 @@ pub fn scan(
         let parts = ExpertTensor::ALL.into_iter().filter(|t| t.is_scale()).map(|part| {
             let tensor = Tensor::Expert(name.0, name.1, part);
             let len = index.stored_bytes(tensor, config);
-            Piece { tensor, first_row: 0, rows: 1, place: index.place(tensor, config), len, at: 0 }
+            Piece { tensor, first_row: 0, rows: 1, place: index.place(tensor, config), len, at: 0, form: Form::Raw }
         });
         Segment::gather(parts.collect())
     };

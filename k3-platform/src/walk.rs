@@ -1,7 +1,7 @@
 //! What a pass reads of the trunk, in the order in which it asks: from the shards or from a pack.
 
 use crate::error::Error;
-use crate::pack::{Pack, PackError, PackFault};
+use crate::pack::{EMBED_SEGMENT, Pack, PackError, PackFault};
 use crate::segment::{Segment, Source, block, cut, least_slot};
 use k3_core::coded::CodedError;
 use std::sync::Arc;
@@ -55,6 +55,17 @@ impl Walk {
             Self::Shards(walk) => least_slot(&walk.iter().flatten().copied().collect::<Vec<_>>()),
             Self::Packed(pack, _) => pack.least_slot(),
         }
+    }
+
+    /// Bytes of a buffer that a row of the embedding is read into, at most: the blocks a row of `row` bytes
+    /// lies in, or the segment of a pack that holds it.
+    #[must_use]
+    pub fn row_buffer(&self, row: usize) -> usize {
+        let read = match self {
+            Self::Shards(_) => row.saturating_add(block()),
+            Self::Packed(..) => EMBED_SEGMENT.max(row),
+        };
+        read.saturating_add(2 * block())
     }
 
     /// Bytes of the largest layer.

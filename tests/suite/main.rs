@@ -11,6 +11,7 @@ mod identity;
 mod ops;
 mod oracle;
 mod pack;
+mod prefill;
 mod refusals;
 mod run;
 mod sequences;

@@ -154,3 +154,23 @@ impl<'a> Journal<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::test_configs::RELEASED;
+    use crate::model::State;
+
+    #[test]
+    fn a_position_of_the_released_model_takes_what_the_module_says() {
+        let config = ModelConfig::parse(RELEASED.as_bytes()).unwrap();
+        let bytes = |positions| Journal::lines(&config, positions).unwrap() * Line::BYTES;
+        assert_eq!(bytes(0), 6_291_456);
+        for n in [1, 9, 22, 64] {
+            assert_eq!(bytes(n) - bytes(0), n * 69 * (6 * 12_288 + 96) * 4);
+        }
+        let copy = State::lines(&config, 0).unwrap() * Line::BYTES;
+        assert!(bytes(22) < copy && copy < bytes(23));
+        assert!(Journal::lines(&config, usize::MAX / 8).is_none());
+    }
+}

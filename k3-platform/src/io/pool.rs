@@ -98,8 +98,27 @@ struct Queue {
     urgent: VecDeque<Task>,
     prefetch: VecDeque<Task>,
     closed: bool,
-    /// Jobs that are being read.
+    /// Jobs that are being read, since when there has been one without a break, and how long there was
+    /// before.
     active: usize,
+    since: Option<Instant>,
+    busy: Duration,
+}
+
+impl Queue {
+    fn begin(&mut self) {
+        self.active += 1;
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    fn end(&mut self) {
+        self.active -= 1;
+        if self.active == 0
+            && let Some(since) = self.since.take()
+        {
+            self.busy += since.elapsed();
+        }
+    }
 }
 
 struct Shared {
@@ -202,6 +221,13 @@ impl ReadPool {
         let waited = since.elapsed();
         (waited >= limit).then(|| error(&**file, *offset, ReadFault::Stalled { seconds: waited.as_secs() }))
     }
+
+    /// How long there was at least one job being read.
+    #[must_use]
+    pub fn busy(&self) -> Duration {
+        let queue = self.shared.lock();
+        queue.busy + queue.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
 }
 
 impl std::fmt::Debug for ReadPool {
@@ -239,6 +265,7 @@ fn work(shared: &Shared, number: usize) {
         let mut queue = shared.lock();
         let Task { extents, checks, mut buffer, answer } = loop {
             if let Some(task) = queue.urgent.pop_front().or_else(|| queue.prefetch.pop_front()) {
+                queue.begin();
                 break task;
             }
             if queue.closed {
@@ -246,7 +273,6 @@ fn work(shared: &Shared, number: usize) {
             }
             queue = shared.ready.wait(queue).unwrap_or_else(PoisonError::into_inner);
         };
-        queue.active += 1;
         drop(queue);
         let result = extents.iter().try_for_each(|extent| {
             // The buffer's contents are unspecified after an error, so a broken-off write is fine.
@@ -269,7 +295,7 @@ fn work(shared: &Shared, number: usize) {
         });
         answer(buffer, result);
         let mut queue = shared.lock();
-        queue.active -= 1;
+        queue.end();
         if queue.active == 0 {
             shared.idle.notify_all();
         }
@@ -337,7 +363,6 @@ mod tests {
     use super::super::{Disk, Faults, Faulty, FileSet, Mode, Source};
     use super::*;
     use std::sync::mpsc::channel;
-    use std::time::Duration;
 
     fn extent(file: &Arc<dyn ReadAt>, offset: u64, wanted: usize, at: usize) -> Extent {
         let window = Window::new(offset, wanted, file.alignment()).unwrap();
@@ -431,6 +456,34 @@ mod tests {
             open.send(()).unwrap();
             assert_eq!(receive.recv().unwrap().tag, tag);
         }
+    }
+
+    #[test]
+    fn time_counts_while_anything_is_read() {
+        let (open, file) = gate();
+        let pool = ReadPool::new(2).unwrap();
+        let (send, receive) = channel();
+        assert_eq!(pool.busy(), Duration::ZERO);
+        for tag in 0..2 {
+            pool.submit(Priority::Urgent, job(tag, &file), &send);
+        }
+        while pool.shared.lock().active < 2 {
+            thread::yield_now();
+        }
+        let (before, started) = (pool.busy(), Instant::now());
+        thread::sleep(Duration::from_millis(2));
+        let (after, passed) = (pool.busy(), started.elapsed());
+        assert!(after > before && after - before <= passed, "two readers count once");
+        for _ in 0..2 {
+            open.send(()).unwrap();
+            receive.recv().unwrap();
+        }
+        while pool.shared.lock().active > 0 {
+            thread::yield_now();
+        }
+        let ended = pool.busy();
+        assert!(ended >= after);
+        assert_eq!(pool.busy(), ended, "and an idle one not at all");
     }
 
     #[test]
