@@ -145,14 +145,6 @@ entries! {
         done.is_ok()
     }
 
-    fn entry_chat_render(prompt: &chat::Prompt<'_>, buffer: &mut [u8], out: &mut dyn FnMut(Part<'_>)) -> bool {
-        let done = prompt.render(buffer, |part| {
-            out(part);
-            Ok::<(), core::convert::Infallible>(())
-        });
-        done.is_ok()
-    }
-
     fn entry_views(bytes: &[u8], scales: &[u8], rows: usize, cols: usize) -> usize {
         let bf16 = Bf16Matrix::new(bytes, rows, cols).map_or(0, |view| view.rows());
         bf16.wrapping_add(Mxfp4Matrix::new(bytes, scales, rows, cols).map_or(0, |view| view.nan_scales()))

@@ -359,10 +359,11 @@ impl<'b> Parser<'b> {
             }
             (_, Part::Control(control)) => return Err(Malformed::Control { control }),
             (State::Tag { .. }, Part::Text(bytes)) => {
-                let end = self.len.saturating_add(bytes.len());
-                let given = self.buffer.len();
-                self.buffer.get_mut(self.len..end).ok_or(Malformed::Long { given })?.copy_from_slice(bytes);
-                self.len = end;
+                let long = Malformed::Long { given: self.buffer.len() };
+                // By length and not by range, so that the compiler sees that the copy fits.
+                let place = self.buffer.get_mut(self.len..).and_then(|rest| rest.get_mut(..bytes.len())).ok_or(long)?;
+                place.copy_from_slice(bytes);
+                self.len = self.len.saturating_add(bytes.len());
             }
             (State::Body | State::Ended, Part::Text(bytes)) => match self.open() {
                 Some(tag) if tag.has_text() && !(tag == Tag::Message && self.channels) => {
