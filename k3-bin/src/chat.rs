@@ -12,6 +12,7 @@ use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Stops, Streamed};
 use k3_core::chat::{Malformed, Start, TAG_BYTES, Tag, Thinking};
 use k3_core::model::Observer;
+use k3_core::tokenizer::Control;
 use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::engine::Engine;
 use k3_platform::generate::{self, Finish, Generator, Listener, Outcome, Stage};
@@ -571,15 +572,16 @@ pub(crate) fn chat(args: &Chat) -> Result<u8, Failure> {
         let mut reader = Reader::new(Start::Outside, &mut buffer);
         keep.ids().iter().for_each(|&id| reader.push(&vocabulary, id, |_, _| {}));
         let unfinished = reader.unfinished();
-        let Ending::Ids { keep: kept, more } = reader.ending(&vocabulary) else {
+        if vocabulary.control(keep.ids()[0]) != Some(Control::OPEN) {
             let message = "the session's ids are no conversation".to_owned();
             return Err(Failure::usage(message, "k3 run made it: go on with k3 run, or name another file"));
-        };
+        }
         talk.messages = std::mem::take(&mut reader.done);
         talk.messages.extend(unfinished);
-        let mut ids = keep.ids()[..kept].to_vec();
-        ids.extend(more);
-        base = Some((ids, talk.messages.len()));
+        // An answer that is malformed is kept as far as it is one: what follows it is rendered anew.
+        if let Ending::Ids { keep: kept, more } = reader.ending(&vocabulary) {
+            base = Some(([&keep.ids()[..kept], &more].concat(), talk.messages.len()));
+        }
         if args.think.is_none() {
             thinking = if reader.thought { Thinking::On(reader.effort) } else { Thinking::Off };
         }

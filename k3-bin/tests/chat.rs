@@ -391,6 +391,23 @@ fn turns_go_on() {
     assert!(err(&refused).contains("no conversation"), "{}", err(&refused));
 }
 
+/// An untrained model, or an unlucky one, writes control ids where they have no place.
+#[test]
+fn a_malformed_answer_spoils_no_session() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let session = folder.path().join("talk.k3");
+    let keep = ["--max-tokens", "3", "--session", utf8(&session)];
+    let bias = format!("{}=1000", vocab() - 2);
+    let first = chat(&[&keep[..], &["--think", "off", "--message", "one", "--logit-bias", &bias]].concat());
+    assert!(first["malformed"].as_str().is_some_and(|fault| fault.contains("[UNK]")), "{first}");
+    assert_eq!((&first["message"]["content"], &first["finish_reason"]), (&Value::from(""), &Value::from("length")));
+    let plain = plain();
+    let second = chat(&[&keep[..], &strs(&plain), &["--message", "two"]].concat());
+    assert!(second["malformed"].is_null());
+    // All but the answer is what it was.
+    assert_eq!(second["usage"]["reused_tokens"], first["usage"]["prompt_tokens"]);
+}
+
 /// Ctrl-C ends the answer, and what was read of it is kept.
 #[test]
 fn a_signal_ends_the_answer_and_loses_nothing() {
