@@ -272,7 +272,9 @@ fn the_least_budget_is_kept() {
     let session = folder.path().join("s.k3");
     let attempt = |memory: &str| {
         let args = ["chat", "--json", "--message", "one", "--max-tokens", "6", "--temperature", "1", "--logprobs", "4"];
-        let more = ["--session", utf8(&session), "--memory", memory, "--threads", "1"];
+        // The second time the conversation is longer: the context is the same for both.
+        let more =
+            ["--session", utf8(&session), "--memory", memory, "--threads", "1", "--think", "off", "--context", "300"];
         output(&[&args[..], &more].concat())
     };
     let refused = attempt("1M");
