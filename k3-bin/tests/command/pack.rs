@@ -72,7 +72,7 @@ fn a_packed_trunk_is_found_named_shown_and_refused() {
     for more in [&[][..], &["--trunk", "none"], &["--trunk", out.to_str().expect("path"), "--threads", "1"]] {
         assert_eq!(generated(&ids(&model, more)), expected, "{more:?}");
     }
-    let plan = k3().args(["plan", "--json", "--disk", "1", "--memory", "17M", "--context", "8"]).arg(&model).output();
+    let plan = k3().args(["plan", "--json", "--disk", "1", "--memory", "18M", "--context", "8"]).arg(&model).output();
     let plan: serde_json::Value = serde_json::from_slice(&plan.expect("k3").stdout).expect("JSON");
     let (packed, shards) = (&plan["trunk"]["pack"]["plan"], &plan["trunk"]["shards"]);
     assert!(packed["read_bytes"].as_u64() < shards["read_bytes"].as_u64(), "{plan}");
