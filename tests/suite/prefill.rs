@@ -9,7 +9,7 @@ use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
 use k3_platform::experts;
 use k3_platform::io::{Disk, Mode, ReadAt, Source, Stamp};
-use k3_platform::segment::BLOCK;
+use k3_platform::synth::{Fill, Synth, write};
 use k3_tests::root;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -72,20 +72,54 @@ fn prompt(vocab: usize) -> Vec<TokenId> {
     (0..512u32).map(|i| TokenId(i * i * 31 % vocab)).collect()
 }
 
+/// Tensors of at least this many bytes are looked at, at their quarters: pieces less than 64 KiB apart
+/// share a read, so what lies in a smaller gap may come along with it.
+const LARGE: u64 = 256 << 10;
+
+/// A checkpoint whose matrices are large and whose layers are few.
+fn checkpoint(dir: &Path) {
+    let path = root().join("k3-core/tests/tiny/config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(path).expect("read")).expect("JSON");
+    for (field, value) in [
+        ("vocab_size", 1024),
+        ("hidden_size", 512),
+        ("intermediate_size", 256),
+        ("moe_intermediate_size", 64),
+        ("routed_expert_hidden_size", 128),
+        ("num_experts", 8),
+    ] {
+        config[field] = value.into();
+    }
+    config["linear_attn_config"]["head_dim"] = 128.into();
+    let config = config.to_string();
+    let what = Synth { config: config.as_bytes(), fill: Fill::Everything, seed: 3, threads: 2 };
+    write(dir, &what).expect("a checkpoint");
+}
+
 #[test]
 fn a_chunk_reads_each_trunk_byte_and_each_chosen_expert_once() {
-    let dir = root().join("fixtures/demo");
+    let folder = tempfile::tempdir().expect("a folder");
+    let dir = folder.path().join("model");
+    checkpoint(&dir);
+    // With one slot for experts; and with slots for the trunk so long that few blocks are at their ends,
+    // where two reads meet.
+    count(&dir, 0, false);
+    count(&dir, 1_200_000, true);
+}
+
+/// Counts the reads of a prompt with `more` bytes than the least; also those of the trunk.
+fn count(dir: &Path, more: u64, trunk: bool) {
     let chunk = 200;
     let how = How { chunk: Some(chunk), mode: Mode::Buffered, ..How::default() };
-    let floor = match engine(open(&dir, how.mode).expect("open"), &How { budget: 0, ..how }, PROMPT, PROMPT) {
+    let floor = match engine(open(dir, how.mode).expect("open"), &How { budget: 0, ..how }, PROMPT, PROMPT) {
         Err(Error::Budget(refusal)) => refusal.floor,
         other => panic!("not refused: {other:?}"),
     };
     let log = Log::default();
     let source = Arc::new(Logging(Disk::new(Mode::Buffered), Arc::clone(&log)));
-    let checkpoint = Checkpoint::open(&dir, source).expect("open");
-    let mut engine = engine(checkpoint, &How { budget: floor, ..how }, PROMPT, PROMPT).expect("an engine");
-    assert_eq!((engine.plan().pinned, engine.plan().arena), (0, 1));
+    let checkpoint = Checkpoint::open(dir, source).expect("open");
+    let mut engine = engine(checkpoint, &How { budget: floor + more, ..how }, PROMPT, PROMPT).expect("an engine");
+    assert!(engine.plan().pinned == 0 && (more > 0 || engine.plan().arena == 1));
     let config = *engine.checkpoint().config();
     let mut chosen = Chosen::default();
     let mut logits = vec![0.0; config.vocab_size];
@@ -113,7 +147,7 @@ fn a_chunk_reads_each_trunk_byte_and_each_chosen_expert_once() {
     for layer in config.layers().filter(|&l| config.mlp_kind(l) == MlpKind::Moe) {
         for expert in 0..u16::try_from(config.num_experts).expect("fits") {
             let segment = experts::segment(&config, (layer, ExpertId(expert)), place);
-            let [read] = segment.reads[..] else { panic!("the demo's experts lie in one piece") };
+            let [read] = segment.reads[..] else { panic!("these experts lie in one piece") };
             let start = (path(read.place.shard), read.place.offset);
             let times = reads.get(&start).copied().unwrap_or(0);
             let passes = chosen.0.iter().filter(|pass| pass.contains(&(layer.0, u32::from(expert)))).count() as u64;
@@ -124,26 +158,31 @@ fn a_chunk_reads_each_trunk_byte_and_each_chosen_expert_once() {
     }
     assert_eq!(found, wanted - stats.experts.hits);
 
-    // The trunk: the middle of every large tensor, which no read of a neighbour reaches.
+    if !trunk {
+        return;
+    }
+    // The trunk: three bytes of every large tensor, of which one at least is not where two reads meet.
     let trunk: Vec<_> = log.iter().filter(|(path, offset, _)| !starts.contains(&(path.clone(), *offset))).collect();
     let mut seen = 0;
     let tensors = config.layers().flat_map(|l| layer_tensors(&config, l).map(move |t| Tensor::Layer(l, t)));
     for (tensor, times) in tensors.map(|t| (t, passes)).chain([(Tensor::Global(GlobalTensor::LmHead), 1)]) {
         let bytes = tensor.spec(&config).bytes();
-        if bytes < 4 * BLOCK {
+        if bytes < LARGE {
             continue;
         }
         let at = place(tensor);
-        let (path, middle) = (path(at.shard), at.offset + bytes / 2);
-        let covers =
-            |(p, offset, len): &&&(PathBuf, u64, u64)| *p == path && (*offset..*offset + *len).contains(&middle);
-        let count = trunk.iter().filter(covers).count();
+        let path = path(at.shard);
+        let reads = [1, 2, 3].map(|quarter| {
+            let byte = at.offset + bytes * quarter / 4;
+            trunk.iter().filter(|(p, offset, len)| *p == path && (*offset..*offset + *len).contains(&byte)).count()
+        });
         // The first segments may have been read ahead, for a pass that never came.
         let ahead = usize::from(matches!(tensor, Tensor::Layer(LayerIndex(0), _)));
-        assert!((times..=times + ahead).contains(&count), "{tensor}: {count} reads in {times} passes");
+        let least = reads.into_iter().min().expect("three");
+        assert!((times..=times + ahead).contains(&least), "{tensor}: {reads:?} reads in {times} passes");
         seen += 1;
     }
-    assert!(seen > 50, "{seen} tensors are large enough");
+    assert!(seen > 15, "{seen} tensors are large enough");
 }
 
 #[test]
