@@ -28,8 +28,8 @@ use std::sync::Arc;
 /// Checks that were asked for failed.
 const FAILED: u8 = CHECK;
 
-/// Experts with damaged scales that are printed one by one.
-const SHOWN: usize = 20;
+/// Notes, and experts with damaged scales in a shard, that are printed one by one.
+const SHOWN: usize = 10;
 
 /// Files of a checkpoint besides the shards.
 const SMALL: [&str; 4] = ["config.json", "model.safetensors.index.json", "tiktoken.model", "tokenizer_config.json"];
@@ -705,8 +705,11 @@ fn print(args: &Args, dir: &Path, survey: &Survey, findings: &Findings) -> Resul
     for line in &findings.checks {
         let _ = writeln!(out, "{line}");
     }
-    for note in &findings.notes {
+    for note in findings.notes.iter().take(SHOWN) {
         let _ = writeln!(out, "note: {note}");
+    }
+    if findings.notes.len() > SHOWN {
+        let _ = writeln!(out, "note: and {} more, which --json lists", findings.notes.len() - SHOWN);
     }
     for fault in &findings.faults {
         let _ = writeln!(out, "bad: {}: {}", fault.path.display(), fault.what);

@@ -257,9 +257,10 @@ fn a_kill_leaves_whole_files_or_none() {
     }
 }
 
-/// Runs `script` in a mount namespace of its own, with the command as `$K3`, the model as `$MODEL` and a
-/// folder to mount on as `$AT`. None, said aloud, where that is not allowed.
-fn mounted(script: &str) -> Option<Output> {
+/// Runs `script` in a mount namespace of its own, with the command as `$K3`, the model as `$MODEL`, a
+/// folder of inputs as `$IN` and one of 64 kB that goes away as `$AT`. None, said aloud, where that is not
+/// allowed.
+fn mounted(script: &str, inputs: &Path) -> Option<Output> {
     let folder = tempfile::tempdir().expect("a folder");
     let whole = format!("set -e; mount -t tmpfs -o size=64k k3 \"$AT\"; {script}");
     let mut command = Command::new("unshare");
@@ -277,34 +278,43 @@ fn mounted(script: &str) -> Option<Output> {
     }
     let mut command = Command::new("unshare");
     command.args(["-rm", "sh", "-c", &whole]).env("AT", folder.path()).env("MODEL", tiny());
-    command.env("K3", env!("CARGO_BIN_EXE_k3")).env_remove("K3_MODEL").stdin(Stdio::null());
+    command.env("IN", inputs).env("K3", env!("CARGO_BIN_EXE_k3")).env_remove("K3_MODEL").stdin(Stdio::null());
     Some(command.output().expect("unshare"))
 }
 
 /// The commands that write a file, each to `$AT/out`.
-const WRITERS: [&str; 4] = [
+const WRITERS: [&str; 8] = [
     "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 1 --dump-logits \"$AT/out\"",
     "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 400 --ignore-eos --trace \"$AT/out\"",
     "perplexity \"$MODEL\" --quiet --file /proc/filesystems --nll-out \"$AT/out\"",
+    "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 2 --ignore-eos --session \"$AT/out\"",
+    "batch \"$MODEL\" --quiet --max-tokens 2 --input \"$IN/prompts\" --output \"$AT/out\"",
+    "ladder \"$MODEL\" --quiet --ids 1,2 --max-tokens 1 --budgets 64M --out \"$AT/out\"",
+    "cachesim \"$IN/trace\" --svg \"$AT/out\"",
     "synth \"$AT/out\"",
 ];
 
 #[test]
 fn a_disk_that_is_full_or_read_only_is_said_and_nothing_is_left() {
+    let inputs = tempfile::tempdir().expect("a folder");
+    std::fs::write(inputs.path().join("prompts"), "{\"id\": 1, \"ids\": [1, 2, 3]}\n").expect("write");
+    let trace = run(&tiny()).arg("--quiet").arg("--trace").arg(inputs.path().join("trace")).output().expect("k3");
+    assert_eq!(code(&trace), 0, "{}", text(&trace.stderr));
     for writer in WRITERS {
         // Full to the last byte.
         let full = format!(
             "set +e; head -c 65536 /dev/zero > \"$AT/fill\"; \"$K3\" {writer} >/dev/null; code=$?; ls -A \"$AT\"; exit $code"
         );
-        let Some(output) = mounted(&full) else { return };
+        let Some(output) = mounted(&full, inputs.path()) else { return };
         let message = text(&output.stderr);
         assert!(matches!(code(&output), 2 | 5), "{writer}: {} {message}", code(&output));
         assert!(message.starts_with("k3: ") && !message.contains("panicked"), "{writer}: {message}");
         let left = text(&output.stdout);
-        let trace_or_folder = writer.contains("--trace") || writer.contains("synth");
-        assert!(left == "fill\n" || trace_or_folder, "{writer} left {left}");
+        // A folder is made first; a batch goes on in the file it has begun.
+        let begun = ["synth", "batch"].iter().any(|name| writer.starts_with(name));
+        assert!(left == "fill\n" || begun, "{writer} left {left}");
         let read_only = format!("mount -o remount,ro \"$AT\"; set +e; \"$K3\" {writer} >/dev/null; exit $?");
-        let Some(output) = mounted(&read_only) else { return };
+        let Some(output) = mounted(&read_only, inputs.path()) else { return };
         let message = text(&output.stderr);
         assert!(matches!(code(&output), 2 | 5), "{writer}: {} {message}", code(&output));
         assert!(message.contains("Read-only file system") && message.contains("out"), "{writer}: {message}");
@@ -419,7 +429,7 @@ fn surroundings_do_not_change_the_answer() {
     // A file system over another one.
     let overlay = "mkdir \"$AT/u\" \"$AT/w\" \"$AT/m\"; mount -t overlay -o lowerdir=\"$MODEL\",upperdir=\"$AT/u\",workdir=\"$AT/w\" k3 \"$AT/m\" || exit 77; \
                    exec \"$K3\" run --ids 1,2,3,4,5 --max-tokens 6 --ignore-eos --memory 64M --chunk 4 --quiet \"$AT/m\"";
-    match mounted(overlay) {
+    match mounted(overlay, folder.path()) {
         Some(output) if code(&output) == 77 => println!("SKIPPED: overlay: {}", text(&output.stderr)),
         Some(output) => assert_eq!((code(&output), &output.stdout), (0, &expected), "{}", text(&output.stderr)),
         None => {}

@@ -81,8 +81,9 @@ fn a_census_is_that_of_the_files() {
         }
     }
     let file = k3().arg("inspect").arg(tiny().join("config.json")).output().expect("k3");
-    assert_eq!(code(&file), 2, "{}", text(&file.stderr));
-    assert!(text(&file.stderr).contains("not a directory"));
+    // A file is looked at as a packed trunk.
+    assert_eq!(code(&file), 3, "{}", text(&file.stderr));
+    assert!(text(&file.stderr).contains("no packed trunk"), "{}", text(&file.stderr));
 }
 
 #[test]
