@@ -1,7 +1,9 @@
 //! Sixteen f64 in four 256-bit registers: x86-64 with AVX2 and FMA.
 
+mod tiles;
+
 use super::coded::{self, Decode};
-use super::lanes::{Lanes, instantiate};
+use super::lanes::{self, Lanes, instantiate};
 use super::{KdaStep, Panel};
 use crate::coded::CodedMatrix;
 use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
@@ -14,8 +16,7 @@ pub(super) fn detected() -> bool {
     features::get()
 }
 
-// Few rows at a time: four accumulators a row of sixteen registers in all.
-instantiate!("avx2", "avx2,fma", V, bf16 2 1, mxfp4 1 1, columns 2);
+instantiate!("avx2", "avx2,fma", V, bf16 tiles::matmul_bf16, coded coded::matmul_coded::<V, 2, 1>, mxfp4 tiles::matmul_mxfp4, columns 2);
 
 #[derive(Clone, Copy)]
 struct V([__m256d; 4]);

@@ -1,7 +1,7 @@
 //! Sixteen f64 in two 512-bit registers: x86-64 with AVX-512 F, DQ, BW and VL.
 
 use super::coded::{self, Decode};
-use super::lanes::{Lanes, instantiate};
+use super::lanes::{self, Lanes, instantiate};
 use super::{KdaStep, Panel};
 use crate::coded::CodedMatrix;
 use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
@@ -14,7 +14,9 @@ pub(super) fn detected() -> bool {
     features::get()
 }
 
-instantiate!("avx512", "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl", V, bf16 4 3, mxfp4 4 2, columns 4);
+// Where 256-bit registers are faster, a product may be named from `avx2` instead: its features are here.
+instantiate!("avx512", "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl", V,
+    bf16 lanes::matmul_bf16::<V, 4, 3>, coded coded::matmul_coded::<V, 4, 3>, mxfp4 lanes::matmul_mxfp4::<V, 4, 2>, columns 4);
 
 #[derive(Clone, Copy)]
 struct V([__m512d; 2]);

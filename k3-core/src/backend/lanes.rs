@@ -314,11 +314,21 @@ pub(super) unsafe fn matmul_bf16<L: Lanes, const R: usize, const RP: usize>(
     // SAFETY: the caller's promise.
     unsafe {
         if x.positions == 1 {
-            bf16_chunks::<L, R, RP, 1, 48>(w, x, COLUMNS_ONE, out);
+            bf16_one::<L, R>(w, x, out);
         } else {
             bf16_chunks::<L, R, RP, POSITIONS, 24>(w, x, COLUMNS_MANY, out);
         }
     }
+}
+
+/// [`matmul_bf16`] for one position.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn bf16_one<L: Lanes, const R: usize>(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
+    // SAFETY: the caller's promise.
+    unsafe { bf16_chunks::<L, R, 1, 1, 48>(w, x, COLUMNS_ONE, out) }
 }
 
 /// # Safety
@@ -719,10 +729,10 @@ unsafe fn kda_columns<L: Lanes, const C: usize>(s: &mut [f32], step: &KdaStep<'_
 
 /// The functions of a backend: every kernel for lanes of one type under the features it needs.
 ///
-/// Functions of single elements are the bodies of `scalar.rs`, compiled for wider registers.
+/// Functions of single elements are the bodies of `scalar.rs`, compiled for wider registers. The
+/// products with a matrix are named by the backend, which may take those of any whose features it has.
 macro_rules! instantiate {
-    ($name:literal, $features:literal, $lanes:ty, bf16 $b1:literal $bn:literal, mxfp4 $m1:literal $mn:literal,
-     columns $c:literal) => {
+    ($name:literal, $features:literal, $lanes:ty, bf16 $bf16:expr, coded $coded:expr, mxfp4 $mxfp4:expr, columns $c:literal) => {
         pub(super) static TABLE: super::Table = super::Table {
             name: $name,
             dot,
@@ -744,16 +754,16 @@ macro_rules! instantiate {
             decode_bf16,
         };
         $crate::backend::lanes::instantiate! { @vector $features
-            dot(a: &[f32], b: &[f32]) -> f32 = dot::<$lanes>;
-            sum_squares(x: &[f32]) -> f64 = sum_squares::<$lanes>;
-            sum(x: &[f32]) -> f64 = sum::<$lanes>;
-            matmul_bf16(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = matmul_bf16::<$lanes, $b1, $bn>;
-            matmul_coded(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = matmul_coded::<$lanes, $b1, $bn>;
-            matmul_mxfp4(w: Mxfp4Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = matmul_mxfp4::<$lanes, $m1, $mn>;
-            matmul_f32(w: F32Matrix<'_>, x: &[f32], out: &mut [f32]) -> () = matmul_f32::<$lanes, 2>;
-            sum_rows_f32(coef: &[f32], rows: &[f32], stride: usize, out: &mut [f32]) -> () = sum_rows_f32::<$lanes, $c>;
-            sum_rows_bf16(coef: &[f32], rows: Bf16Matrix<'_>, out: &mut [f32]) -> () = sum_rows_bf16::<$lanes, $c>;
-            kda_step(s: &mut [f32], step: &KdaStep<'_>, o: &mut [f32]) -> () = kda_step::<$lanes, $c>;
+            dot(a: &[f32], b: &[f32]) -> f32 = lanes::dot::<$lanes>;
+            sum_squares(x: &[f32]) -> f64 = lanes::sum_squares::<$lanes>;
+            sum(x: &[f32]) -> f64 = lanes::sum::<$lanes>;
+            matmul_bf16(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = $bf16;
+            matmul_coded(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = $coded;
+            matmul_mxfp4(w: Mxfp4Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) -> () = $mxfp4;
+            matmul_f32(w: F32Matrix<'_>, x: &[f32], out: &mut [f32]) -> () = lanes::matmul_f32::<$lanes, 2>;
+            sum_rows_f32(coef: &[f32], rows: &[f32], stride: usize, out: &mut [f32]) -> () = lanes::sum_rows_f32::<$lanes, $c>;
+            sum_rows_bf16(coef: &[f32], rows: Bf16Matrix<'_>, out: &mut [f32]) -> () = lanes::sum_rows_bf16::<$lanes, $c>;
+            kda_step(s: &mut [f32], step: &KdaStep<'_>, o: &mut [f32]) -> () = lanes::kda_step::<$lanes, $c>;
         }
         $crate::backend::lanes::instantiate! { @element $features
             conv_silu(taps: &[f32], window: &[f32], out: &mut [f32]);
@@ -771,7 +781,6 @@ macro_rules! instantiate {
         /// The lengths that the method of the same name checks.
         #[target_feature(enable = $features)]
         unsafe fn $function($($arg: $type),*) -> $result {
-            use $crate::backend::lanes::*;
             // SAFETY: this function has the features of its lanes; the lengths are the caller's promise.
             unsafe { $body($($arg),*) }
         }

@@ -188,7 +188,11 @@ pub(super) fn conv_silu(taps: &[f32], window: &[f32], out: &mut [f32]) {
         for j in 0..k {
             sum += f64::from(taps[c * k + j]) * f64::from(window[j * channels + c]);
         }
-        *out = math::silu(round(sum));
+        *out = round(sum);
+    }
+    // A loop of its own, which the other back ends' registers fit.
+    for out in out {
+        *out = math::silu(*out);
     }
 }
 
