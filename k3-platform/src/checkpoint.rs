@@ -169,6 +169,18 @@ impl Checkpoint {
         FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit()).with_patience(self.patience)
     }
 
+    /// Bytes of weights that a generated token is multiplied with: of the trunk with its head, and of
+    /// routed experts.
+    #[must_use]
+    pub fn multiplied(&self) -> (u64, u64) {
+        let trunk = self.walk().iter().flatten().map(|s| (s.rows * s.row_bytes) as u64).sum();
+        let config = self.config();
+        let experts = (config.num_moe_layers() * config.num_experts_per_token) as u64;
+        let weights = 3 * (config.routed_expert_hidden_size * config.moe_intermediate_size) as u64;
+        // Two codes in a byte, and a scale for each group of 32.
+        (trunk, experts.saturating_mul(weights / 2 + weights / 32))
+    }
+
     /// Says how long a read may bring nothing before a pass gives up; [`PATIENCE`] if nobody says.
     pub const fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;

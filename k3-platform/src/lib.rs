@@ -13,7 +13,7 @@
 //! pack         the one-file trunk
 //! walk         what a pass reads, in order
 //! segment      tensors -> reads                fetch     reads in the background
-//! speed        of the disk
+//! speed        of a checkpoint's disk         measure   what memory, kernels and disk can do
 //! checkpoint   a directory, opened             index     where each tensor lies
 //! vocabulary   text <-> ids
 //! inventory    what the bytes are                survey    all that is wrong with a directory
@@ -46,6 +46,7 @@ pub mod index;
 pub mod inventory;
 pub mod io;
 pub mod ladder;
+pub mod measure;
 pub mod memory;
 pub mod pack;
 pub mod plan;

@@ -16,7 +16,7 @@ pub(super) fn detected() -> bool {
 
 // Where 256-bit registers are faster, a product may be named from `avx2` instead: its features are here.
 instantiate!("avx512", "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl", V,
-    bf16 lanes::matmul_bf16::<V, 4, 3>, coded coded::matmul_coded::<V, 4, 3>, mxfp4 lanes::matmul_mxfp4::<V, 4, 2>, columns 4);
+    bf16 lanes::matmul_bf16::<V, 4, 3>, coded coded::matmul_coded::<V, 4, 3>, mxfp4 lanes::matmul_mxfp4::<V, 4, 2>, columns 4, chains 6);
 
 #[derive(Clone, Copy)]
 struct V([__m512d; 2]);

@@ -30,8 +30,7 @@
 //! group asks for the next group's bytes at its own column. A prefetch past the end of the matrix is
 //! only a hint, and its address is computed without leaving the rules for pointers (`wrapping_add`).
 
-pub(super) use super::coded::matmul_coded;
-use super::{KdaStep, LANES, Panel, TILE};
+use super::{Backend, KdaStep, LANES, Panel, TILE};
 use crate::math::round;
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
 
@@ -727,12 +726,32 @@ unsafe fn kda_columns<L: Lanes, const C: usize>(s: &mut [f32], step: &KdaStep<'_
     }
 }
 
+/// `N` chains, which are as many registers as hide the latency of a product.
+///
+/// # Safety
+/// The features of `L`.
+#[inline(always)]
+pub(super) unsafe fn multiply_chain<L: Lanes, const N: usize>(rounds: usize) -> f64 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let factor = L::splat(core::hint::black_box(0.5));
+        let mut sums = [L::splat(core::hint::black_box(1.0)); N];
+        for _ in 0..rounds * Backend::CHAIN_PRODUCTS / (N * LANES) {
+            for sum in &mut sums {
+                *sum = sum.mul_add(factor, factor);
+            }
+        }
+        sums.iter().map(|sum| sum.fold()).sum()
+    }
+}
+
 /// The functions of a backend: every kernel for lanes of one type under the features it needs.
 ///
 /// Functions of single elements are the bodies of `scalar.rs`, compiled for wider registers. The
 /// products with a matrix are named by the backend, which may take those of any whose features it has.
 macro_rules! instantiate {
-    ($name:literal, $features:literal, $lanes:ty, bf16 $bf16:expr, coded $coded:expr, mxfp4 $mxfp4:expr, columns $c:literal) => {
+    ($name:literal, $features:literal, $lanes:ty, bf16 $bf16:expr, coded $coded:expr, mxfp4 $mxfp4:expr, columns $c:literal,
+     chains $n:literal) => {
         pub(super) static TABLE: super::Table = super::Table {
             name: $name,
             dot,
@@ -752,6 +771,7 @@ macro_rules! instantiate {
             exp_sub,
             kda_alpha,
             decode_bf16,
+            multiply_chain,
         };
         $crate::backend::lanes::instantiate! { @vector $features
             dot(a: &[f32], b: &[f32]) -> f32 = lanes::dot::<$lanes>;
@@ -764,6 +784,7 @@ macro_rules! instantiate {
             sum_rows_f32(coef: &[f32], rows: &[f32], stride: usize, out: &mut [f32]) -> () = lanes::sum_rows_f32::<$lanes, $c>;
             sum_rows_bf16(coef: &[f32], rows: Bf16Matrix<'_>, out: &mut [f32]) -> () = lanes::sum_rows_bf16::<$lanes, $c>;
             kda_step(s: &mut [f32], step: &KdaStep<'_>, o: &mut [f32]) -> () = lanes::kda_step::<$lanes, $c>;
+            multiply_chain(rounds: usize) -> f64 = lanes::multiply_chain::<$lanes, $n>;
         }
         $crate::backend::lanes::instantiate! { @element $features
             conv_silu(taps: &[f32], window: &[f32], out: &mut [f32]);

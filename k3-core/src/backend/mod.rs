@@ -164,6 +164,7 @@ struct Table {
     exp_sub: unsafe fn(&mut [f32], f32),
     kda_alpha: unsafe fn(&[f32], &[f32], f32, f32, &mut [f32]),
     decode_bf16: unsafe fn(&[u8], &mut [f32]),
+    multiply_chain: unsafe fn(usize) -> f64,
 }
 
 /// What a step of the KDA recurrence reads besides the state: one head, one position.
@@ -463,6 +464,20 @@ impl Backend {
         assert!(bytes.len().is_multiple_of(2) && bytes.len() / 2 == out.len(), "two bytes for each element");
         // SAFETY: holding `self` proves the features of its table; the lengths were checked.
         unsafe { (self.table.decode_bf16)(bytes, out) }
+    }
+}
+
+/// For benchmarks.
+impl Backend {
+    /// Products of a round of [`multiply_chain`](Self::multiply_chain).
+    pub const CHAIN_PRODUCTS: usize = 6 * LANES;
+
+    /// `rounds` times 96 products and additions, in chains enough to hide the latency and none on memory:
+    /// the speed of the multipliers, of which several positions can reach a part. The value means nothing.
+    #[must_use]
+    pub fn multiply_chain(self, rounds: usize) -> f64 {
+        // SAFETY: holding `self` proves the features of its table.
+        unsafe { (self.table.multiply_chain)(rounds) }
     }
 }
 

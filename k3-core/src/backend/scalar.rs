@@ -4,7 +4,7 @@
 //! All functions are safe. They become `unsafe fn` pointers in the table because other back ends'
 //! functions are.
 
-use super::{KdaStep, LANES, Layout, Panel, Table, fold};
+use super::{Backend, KdaStep, LANES, Layout, Panel, Table, fold};
 use crate::coded::{self, CodedMatrix};
 use crate::math::{self, round};
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
@@ -28,6 +28,7 @@ pub(super) static TABLE: Table = Table {
     exp_sub,
     kda_alpha,
     decode_bf16,
+    multiply_chain,
 };
 
 /// The sixteen E2M1 values by their code (spec section 4).
@@ -177,6 +178,17 @@ fn kda_step(s: &mut [f32], step: &KdaStep<'_>, o: &mut [f32]) {
             *o = round(sum);
         }
     }
+}
+
+fn multiply_chain(rounds: usize) -> f64 {
+    let mut sums = [core::hint::black_box(1.0); Backend::CHAIN_PRODUCTS];
+    let factor = core::hint::black_box(0.5);
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            *sum = *sum * factor + 1.0;
+        }
+    }
+    sums.iter().sum()
 }
 
 #[inline(always)]

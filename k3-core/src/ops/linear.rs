@@ -17,7 +17,7 @@ pub(crate) fn part_rows(rows: usize, width: usize) -> usize {
 }
 
 /// Some rows of a matrix of either encoding.
-pub(crate) trait RowBlock: Copy + Sync {
+pub trait RowBlock: Copy + Sync {
     /// Number of rows.
     fn rows(self) -> usize;
     /// `out[row, position] = rows first.. of the block times x`, for `out.len() / positions` rows.
@@ -61,7 +61,10 @@ impl RowBlock for crate::view::Mxfp4Matrix<'_> {
 ///
 /// * `tile`: scratch for `[some rows, positions]`, unused for one position;
 /// * `out`: `[positions, rows of the whole matrix]`, of which columns `first..` are written.
-pub(crate) fn multiply<X: Executor>(
+///
+/// # Panics
+/// If `out` has no room for the block's rows, or the panel is one for other weights.
+pub fn multiply<X: Executor>(
     backend: Backend,
     exec: &X,
     block: impl RowBlock,
