@@ -16,6 +16,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 /// Bytes to whose multiple every buffer is aligned at least: the smallest page of any Linux machine.
 pub const ALIGNMENT: usize = 4096;
 
+/// Bytes of a large page, where there are any.
+const HUGE: usize = 2 << 20;
+
 /// Stands for the address of an empty buffer, so that it is as aligned as any other.
 #[repr(align(4096))]
 struct Page;
@@ -59,7 +62,8 @@ impl AlignedBuf {
         Self { start: NonNull::<Page>::dangling().cast(), len: 0 }
     }
 
-    /// A buffer of `len` bytes, all zero.
+    /// A buffer of `len` bytes, all zero. Large ones ask for large pages, see
+    /// [`advise_huge`](Self::advise_huge).
     ///
     /// # Errors
     /// [`AllocError`] if the system refuses: out of address space, over `RLIMIT_AS` or
@@ -79,7 +83,11 @@ impl AlignedBuf {
             rustix::mm::mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
         };
         let start = start.ok().and_then(|p| NonNull::new(p.cast::<u8>())).ok_or(refused)?;
-        Ok(Self { start, len })
+        let buf = Self { start, len };
+        if len >= 2 * HUGE {
+            buf.advise_huge();
+        }
+        Ok(buf)
     }
 
     /// A buffer of `lines` lines of 64 bytes, all zero: what the core's sizes are measured in.
