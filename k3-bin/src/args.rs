@@ -62,6 +62,9 @@ pub(crate) enum Command {
     /// Copies the trunk into one verified file, losslessly a quarter smaller, or checks such a file.
     Pack(Pack),
 
+    /// Measures memory, kernels and disk, and says what a token of a model would take.
+    Bench(Box<Bench>),
+
     /// Replays an expert trace against arenas of other sizes.
     Cachesim(Cachesim),
 
@@ -625,6 +628,31 @@ pub(crate) struct Pack {
     /// No progress and no summary.
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+const BENCH_HELP: &str = "\
+Reading is measured on the model's own files, or, without one, on a file of up to 1 GiB in the current
+folder, which has no name and is gone with the process. Close other programs: whatever else runs makes
+the figures smaller.
+
+Examples:
+  k3 bench
+  k3 bench /models/kimi-k3 --memory 16G
+  k3 bench --quick --json | jq .kernels";
+
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_HELP)]
+pub(crate) struct Bench {
+    /// Seconds to measure, about.
+    #[arg(long, value_name = "SECONDS", default_value_t = 20)]
+    pub(crate) seconds: u16,
+
+    /// Four seconds, for a first look.
+    #[arg(long, conflicts_with = "seconds")]
+    pub(crate) quick: bool,
+
+    #[command(flatten)]
+    pub(crate) common: Common,
 }
 
 #[derive(Debug, Args)]

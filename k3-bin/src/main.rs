@@ -2,6 +2,7 @@
 
 mod args;
 mod batch;
+mod bench;
 mod cache;
 mod cachesim;
 mod chat;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         Command::Doctor(doctor) => doctor::doctor(&doctor),
         Command::Completions(completions) => help::completions(&completions),
         Command::Man => help::man(),
+        Command::Bench(bench) => bench::bench(&bench),
         Command::Cachesim(cachesim) => cachesim::cachesim(&cachesim),
         Command::Synth(synth) => synth::run(&synth),
     };

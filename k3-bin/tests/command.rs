@@ -1120,3 +1120,37 @@ fn a_reader_of_ids_may_go_away() {
     let output = child.wait_with_output().expect("k3");
     assert_eq!(code(&output), 0, "{}", text(&output.stderr));
 }
+
+/// The figures mean nothing here; what is held is that they are there, and that nothing stays behind.
+#[test]
+fn bench_measures_what_scripts_read() {
+    let here = tempfile::tempdir().expect("a folder");
+    let bench = |more: &[&std::ffi::OsStr]| {
+        let fixed = ["bench", "--seconds", "0", "--threads", "1", "--backend", "scalar", "--memory", "64M", "--json"];
+        let output = k3().args(fixed).args(more).current_dir(here.path()).output().expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).expect("one JSON object")
+    };
+    let number = |object: &serde_json::Value, path: &str| {
+        assert!(object.pointer(path).is_some_and(serde_json::Value::is_number), "{path}: {object}");
+    };
+    let alone = bench(&[]);
+    for path in ["/memory_read_gb_s", "/kernels/bf16_gb_s", "/kernels/mxfp4_gb_s", "/threads"] {
+        number(&alone, path);
+    }
+    number(&alone, "/kernels/threads/0/backends/scalar/bf16_gb_s");
+    if alone.pointer("/disk/skipped").is_none() {
+        number(&alone, "/disk/sequential_gb_s");
+        number(&alone, "/disk/experts_gb_s");
+    }
+    assert!(alone["expected"].is_null());
+    assert_eq!(std::fs::read_dir(here.path()).expect("the folder").count(), 0, "a file stays behind");
+
+    let model = bench(&[tiny().as_os_str()]);
+    for path in ["/disk/cases/0/gb_s", "/expected/seconds_per_token/at_least", "/expected/compute_seconds"] {
+        number(&model, path);
+    }
+    assert_eq!(model["expected"]["budget_bytes"], 64_000_000);
+    let output = k3().args(["bench", "/no/such/model"]).output().expect("k3");
+    assert_eq!(code(&output), 3, "{}", text(&output.stderr));
+}
