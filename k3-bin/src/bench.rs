@@ -193,7 +193,7 @@ fn cases(
 }
 
 fn expected(opened: &Opened<'_>, best: &Best, disk: &Disk) -> Result<(Expected, u64), Failure> {
-    let plan = opened.plan(Wanted { context: CONTEXT, prompt: CONTEXT, all_logits: false, tokenizer: 0 })?;
+    let plan = opened.plan(Wanted { context: CONTEXT, prompt: CONTEXT, ..Wanted::default() })?;
     let rates = Rates {
         sequential: disk.best(disk::Pattern::Sequential),
         experts: disk.best(disk::Pattern::Random),

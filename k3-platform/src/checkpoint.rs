@@ -8,7 +8,7 @@ use crate::pack::Pack;
 use crate::plan::{Plan, Request, Sizes, plan};
 use crate::segment::{Form, Piece, Place, Segment, Source};
 use crate::walk::Walk;
-use k3_core::checkpoint::{GlobalTensor, Tensor, head_tensors, layer_tensors};
+use k3_core::checkpoint::{GlobalTensor, Tensor, head_tensors, layer_bytes, layer_tensors};
 use k3_core::config::ModelConfig;
 use k3_core::view::TokenId;
 use std::path::{Path, PathBuf};
@@ -159,8 +159,8 @@ impl Checkpoint {
         self.expert_bytes
     }
 
-    /// A set of its shards, numbered as in the index, and of the pack behind them. One that is no longer the file whose header was
-    /// read is refused when it is read from.
+    /// A set of its shards, numbered as in the index, and of the pack behind them. One that is no longer
+    /// the file whose header was read is refused when it is read from.
     #[must_use]
     pub fn files(&self) -> FileSet {
         let shards = self.index.shards().iter().map(|s| (self.dir.join(&s.name), s.stamp));
@@ -173,8 +173,9 @@ impl Checkpoint {
     /// routed experts.
     #[must_use]
     pub fn multiplied(&self) -> (u64, u64) {
-        let trunk = self.walk().iter().flatten().map(|s| (s.rows * s.row_bytes) as u64).sum();
         let config = self.config();
+        let head = Tensor::Global(GlobalTensor::LmHead).spec(config).bytes();
+        let trunk = config.layers().map(|l| layer_bytes(config, l)).sum::<u64>() + head;
         let experts = (config.num_moe_layers() * config.num_experts_per_token) as u64;
         let weights = 3 * (config.routed_expert_hidden_size * config.moe_intermediate_size) as u64;
         // Two codes in a byte, and a scale for each group of 32.

@@ -348,7 +348,8 @@ impl<'b> Parser<'b> {
                     _ => {}
                 }
             }
-            (State::Lost, _) => {}
+            // An empty text says nothing, so nobody is told.
+            (State::Lost, _) | (_, Part::Text([])) => {}
             (State::Body, Part::Control(control @ (Control::OPEN | Control::CLOSE))) => {
                 self.state = State::Tag { closing: control == Control::CLOSE };
                 self.len = 0;

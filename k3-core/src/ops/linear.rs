@@ -2,6 +2,23 @@
 //!
 //! A block's rows are cut into parts for the executor; a row's dot products are one kernel's work,
 //! so neither blocks nor parts can be seen in a result.
+//!
+//! ```
+//! use k3_core::backend::{Backend, Layout, Panel};
+//! use k3_core::exec::Serial;
+//! use k3_core::ops::linear::multiply;
+//! use k3_core::view::Bf16Matrix;
+//!
+//! // [[1, 2], [0, -1]] as it is stored.
+//! let bytes = [0x80, 0x3f, 0x00, 0x40, 0x00, 0x00, 0x80, 0xbf];
+//! let w = Bf16Matrix::new(&bytes, 2, 2)?;
+//! let (backend, mut buf) = (Backend::detect(), vec![0.0; Panel::len(2, 1).unwrap_or(0)]);
+//! let x = backend.pack(Layout::Bf16, &[3.0, 5.0], 2, 1, &mut buf);
+//! let mut y = [0.0; 2];
+//! multiply(backend, &Serial, w, 0, &x, &mut [], &mut y);
+//! assert_eq!(y, [13.0, -5.0]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 use crate::backend::{Backend, Panel};
 use crate::exec::{Executor, Parts};

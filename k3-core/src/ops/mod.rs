@@ -23,7 +23,7 @@
 //! ```
 
 pub mod kda;
-pub(crate) mod linear;
+pub mod linear;
 pub mod loss;
 pub(crate) mod mla;
 pub(crate) mod moe;
