@@ -191,7 +191,8 @@ fn a_pack_that_is_killed_goes_on() {
         round += 1;
         assert!(round < 200, "packs are too fast to be killed");
         let out = tmp.path().join(format!("{round}.k3"));
-        for _ in 0..4 {
+        // Twice: more would finish most packs, and nothing would be left to go on with.
+        for _ in 0..2 {
             let child = k3().args(["pack", "--quiet"]).args(slow).arg(demo()).arg(&out).spawn();
             let mut child = child.expect("k3");
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
