@@ -83,17 +83,14 @@ fn table(dir: &Path) -> Vec<(String, How)> {
     for (form, pack) in [("raw", Some(false)), ("lossless", Some(true))] {
         let base = How { pack, ..base };
         for backend in Backend::available() {
-            for chunk in [Some(1), Some(5)] {
-                let name = format!("{form} pack, backend {}, chunk {chunk:?}", backend.name());
-                rows.push((name, How { backend, chunk, ..base }));
-            }
+            // The prompt in chunks, then token by token: both kernels.
+            let name = format!("{form} pack, backend {}", backend.name());
+            rows.push((name, How { backend, chunk: Some(5), ..base }));
         }
         let least = floor(dir, &How { chunk: Some(1), ..base }, 13, 13 + GENERATED);
-        for more in [0, 40_000, 300_000, 1_500_000, 4_000_000, 64_000_000] {
-            for (chunk, threads) in [(Some(1), 1), (None, 2)] {
-                let name = format!("{form} pack, least budget + {more}, chunk {chunk:?}");
-                rows.push((name, How { budget: least + more, chunk, threads, ..base }));
-            }
+        for (more, chunk) in [(0, Some(1)), (40_000, None), (300_000, Some(1)), (1_500_000, None), (4_000_000, None)] {
+            let name = format!("{form} pack, least budget + {more}, chunk {chunk:?}");
+            rows.push((name, How { budget: least + more, chunk, ..base }));
         }
     }
     rows.push(("the whole prefix again for each token".to_owned(), How { incremental: false, ..base }));

@@ -113,3 +113,19 @@ fn a_throttled_disk_changes_nothing() {
     assert_eq!(found.generated, expected.generated);
     assert!(found.logits.iter().zip(&expected.logits).all(|(a, b)| a.to_bits() == b.to_bits()));
 }
+
+/// The short form of the identity table: the same bits without a pack and from either form of it.
+#[test]
+fn a_pack_changes_no_bit() {
+    let dir = root().join("fixtures/tiny");
+    let prompt = [TokenId(1), TokenId(9), TokenId(3), TokenId(9)];
+    let expected = run(&dir, &How::default(), &prompt, 3).expect("a run");
+    for pack in [Some(false), Some(true)] {
+        for (budget, chunk) in [(19_000_000, Some(1)), (24_000_000, Some(3)), (1 << 30, None)] {
+            let found = run(&dir, &How { pack, budget, chunk, ..How::default() }, &prompt, 3).expect("a run");
+            assert_eq!(found.generated, expected.generated, "{pack:?} {budget}");
+            let same = found.logits.iter().zip(&expected.logits).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same && found.logits.len() == expected.logits.len(), "{pack:?} {budget}");
+        }
+    }
+}
