@@ -5,99 +5,40 @@
 //! **Source.** Y. Collet, the xxHash specification, version 0.1.1, algorithm XXH64. The tests hold values
 //! of its reference implementation.
 
-const P1: u64 = 0x9e37_79b1_85eb_ca87;
-const P2: u64 = 0xc2b2_ae3d_27d4_eb4f;
-const P3: u64 = 0x1656_67b1_9e37_79f9;
-const P4: u64 = 0x85eb_ca77_c2b2_ae63;
-const P5: u64 = 0x27d4_eb2f_1656_67c5;
-
-/// Bytes of a stripe.
-const STRIPE: usize = 32;
+use xxhash_rust::xxh64::{Xxh64, xxh64};
 
 /// XXH64 with seed 0 of bytes that come in parts.
-#[derive(Debug, Clone)]
-pub struct Checksum {
-    lanes: [u64; 4],
-    /// The beginning of a stripe.
-    held: [u8; STRIPE],
-    len: u64,
+#[derive(Clone)]
+pub struct Checksum(Xxh64);
+
+impl std::fmt::Debug for Checksum {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Checksum({:016x})", self.finish())
+    }
 }
 
 impl Default for Checksum {
     fn default() -> Self {
-        Self { lanes: [P1.wrapping_add(P2), P2, 0, 0u64.wrapping_sub(P1)], held: [0; STRIPE], len: 0 }
+        Self(Xxh64::new(0))
     }
-}
-
-fn round(lane: u64, input: u64) -> u64 {
-    lane.wrapping_add(input.wrapping_mul(P2)).rotate_left(31).wrapping_mul(P1)
 }
 
 impl Checksum {
     /// The checksum of `bytes`.
     #[must_use]
     pub fn of(bytes: &[u8]) -> u64 {
-        let mut sum = Self::default();
-        sum.update(bytes);
-        sum.finish()
-    }
-
-    fn stripe(&mut self, stripe: &[u8; STRIPE]) {
-        for (lane, word) in self.lanes.iter_mut().zip(stripe.as_chunks::<8>().0) {
-            *lane = round(*lane, u64::from_le_bytes(*word));
-        }
+        xxh64(bytes, 0)
     }
 
     /// Takes the next bytes.
-    pub fn update(&mut self, mut bytes: &[u8]) {
-        let held = usize::try_from(self.len % STRIPE as u64).unwrap_or(0);
-        self.len = self.len.wrapping_add(bytes.len() as u64);
-        if held > 0 {
-            let (now, later) = bytes.split_at(bytes.len().min(STRIPE - held));
-            self.held[held..held + now.len()].copy_from_slice(now);
-            if held + now.len() < STRIPE {
-                return;
-            }
-            let stripe = self.held;
-            self.stripe(&stripe);
-            bytes = later;
-        }
-        let (stripes, rest) = bytes.as_chunks::<STRIPE>();
-        stripes.iter().for_each(|stripe| self.stripe(stripe));
-        self.held[..rest.len()].copy_from_slice(rest);
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
     }
 
     /// The checksum of all bytes so far.
     #[must_use]
     pub fn finish(&self) -> u64 {
-        let [a, b, c, d] = self.lanes;
-        let mut hash = P5;
-        if self.len >= STRIPE as u64 {
-            let (a1, b1, c1, d1) = (a.rotate_left(1), b.rotate_left(7), c.rotate_left(12), d.rotate_left(18));
-            hash = a1.wrapping_add(b1).wrapping_add(c1).wrapping_add(d1);
-            for lane in self.lanes {
-                hash = (hash ^ round(0, lane)).wrapping_mul(P1).wrapping_add(P4);
-            }
-        }
-        hash = hash.wrapping_add(self.len);
-        let held = usize::try_from(self.len % STRIPE as u64).unwrap_or(0);
-        let (words, rest) = self.held[..held].as_chunks::<8>();
-        for word in words {
-            hash ^= round(0, u64::from_le_bytes(*word));
-            hash = hash.rotate_left(27).wrapping_mul(P1).wrapping_add(P4);
-        }
-        let (words, rest) = rest.as_chunks::<4>();
-        for word in words {
-            hash ^= u64::from(u32::from_le_bytes(*word)).wrapping_mul(P1);
-            hash = hash.rotate_left(23).wrapping_mul(P2).wrapping_add(P3);
-        }
-        for &byte in rest {
-            hash ^= u64::from(byte).wrapping_mul(P5);
-            hash = hash.rotate_left(11).wrapping_mul(P1);
-        }
-        hash = (hash ^ (hash >> 33)).wrapping_mul(P2);
-        hash = (hash ^ (hash >> 29)).wrapping_mul(P3);
-        hash ^ (hash >> 32)
+        self.0.digest()
     }
 }
 

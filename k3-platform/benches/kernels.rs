@@ -1,8 +1,8 @@
 //! How fast the products with a matrix are, beside what memory and multipliers allow.
 //!
 //! ```text
-//! cargo bench -p k3-core
-//! cargo bench -p k3-core -- --check --seconds 60 --backend avx2
+//! cargo bench -p k3-platform
+//! cargo bench -p k3-platform --bench kernels -- --check --seconds 60 --backend avx2
 //! ```
 //!
 //! The measuring is that of `k3 bench`, `k3_platform::measure`: released shapes, weights that come from
