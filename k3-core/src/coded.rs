@@ -281,12 +281,14 @@ impl<'a> CodedMatrix<'a> {
         self.cols.div_ceil(GROUP)
     }
 
-    /// The groups of all rows, row after row.
+    /// The groups of all rows, row after row: what the SIMD kernels read.
+    #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
     pub(crate) const fn groups(&self) -> &'a [[u8; GROUP_BYTES]] {
         self.groups
     }
 
-    /// The top byte of each code.
+    /// The top byte of each code: what the SIMD kernels look up.
+    #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
     pub(crate) const fn table(&self) -> &'a [u8; CODES] {
         self.table
     }
