@@ -12,7 +12,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
@@ -53,6 +53,9 @@ impl std::error::Error for Changed {}
 
 /// How long a read may bring nothing, unless somebody says otherwise.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long to ask for a first descriptor again when the system has none.
+const SCARCE: Duration = Duration::from_secs(1);
 
 /// A list of files of which a bounded number is open. Clones are the same set.
 #[derive(Clone)]
@@ -181,6 +184,7 @@ impl Inner {
 
     /// The file, open, and kept open until the lease is dropped.
     fn lease(&self, index: usize) -> io::Result<Lease<'_>> {
+        let mut refused = None;
         let mut state = self.lock();
         loop {
             if let Some(file) = state.take_up(index) {
@@ -194,10 +198,20 @@ impl Inner {
                         // Out of descriptors before the limit: live with fewer, if there are any.
                         let scarce = matches!(Errno::from_io_error(&e), Some(Errno::MFILE | Errno::NFILE));
                         let mut state = self.lock();
-                        if !scarce || state.open == 0 {
+                        if !scarce {
                             return Err(e);
                         }
-                        state.limit = state.open;
+                        if state.open > 0 {
+                            state.limit = state.open;
+                        } else if refused.get_or_insert_with(Instant::now).elapsed() < SCARCE {
+                            // None of ours to close: whoever has them may be about to, such as an open
+                            // of ours that failed at the same moment, or `check`.
+                            drop(state);
+                            std::thread::sleep(Duration::from_millis(2));
+                            state = self.lock();
+                        } else {
+                            return Err(e);
+                        }
                         state
                     }
                 };
@@ -452,6 +466,25 @@ mod tests {
         let none = FileSet::new(Counting::new(0), shards(&dir, 2), 8);
         let error = read_exact_at(&*none.file(0).unwrap(), &mut [0; 4], 0).unwrap_err();
         assert!(matches!(error.fault, ReadFault::System(e) if e.raw_os_error() == Some(24)));
+    }
+
+    /// The story: two opens at once had the last descriptor refused to each other, or `check` held a file
+    /// that had just been closed; a set with nothing left to close then gave up on the spot.
+    #[test]
+    fn a_descriptor_that_comes_free_a_moment_later_is_waited_for() {
+        struct Later(AtomicUsize);
+        impl Source for Later {
+            fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
+                if self.0.fetch_add(1, Ordering::SeqCst) < 3 {
+                    return Err(Errno::MFILE.into());
+                }
+                Disk::default().open(path)
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let set = FileSet::new(Arc::new(Later(AtomicUsize::new(0))), shards(&dir, 1), 8);
+        read_exact_at(&*set.file(0).unwrap(), &mut [0; 4], 0).unwrap();
+        assert_eq!(set.open_files(), 1);
     }
 
     /// The story: bytes of the same length were written into a shard that stayed open, and one pass
