@@ -54,9 +54,14 @@ struct Places {
 impl Places {
     fn of(opened: &Opened<'_>, inventory: &Inventory, plan: &Plan) -> Self {
         let config = opened.checkpoint.config();
-        let layers = config.layers().take(plan.pinned).map(|l| layer_bytes(config, l)).sum::<u64>();
+        let layers = config
+            .layers()
+            .zip(&plan.keeps)
+            .filter(|(_, keeps)| **keeps)
+            .map(|(l, _)| layer_bytes(config, l))
+            .sum::<u64>();
         Self {
-            pinned: layers + if plan.head_pinned { inventory.head.bytes } else { 0 },
+            pinned: layers + if plan.head_pinned() { inventory.head.bytes } else { 0 },
             arena: (plan.arena as u64).saturating_mul(inventory.expert_bytes),
             streamed: plan.trunk_read,
             chosen: plan.experts_read,
@@ -185,8 +190,8 @@ fn text(opened: &Opened<'_>, inventory: &Inventory, plan: Result<&Plan, &String>
             let mut line = |name: &str, bytes: u64, note: String| {
                 let _ = writeln!(out, "  {name:<20}{:>12}  {note}", human(bytes));
             };
-            let head = if plan.head_pinned { " and the head" } else { "" };
-            line("stays in memory", p.pinned, format!("{} layers{head}", plan.pinned));
+            let head = if plan.head_pinned() { " and the head" } else { "" };
+            line("stays in memory", p.pinned, format!("{} layers{head}", plan.pinned()));
             line("may stay", p.arena, format!("{} experts", plan.arena));
             line("read for each token", p.streamed, "the other layers, the head if it is not pinned".to_owned());
             line("", p.chosen, "chosen experts that are not in memory, at most".to_owned());

@@ -74,13 +74,13 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
 /// The packed trunk beside the raw one, in a line; nothing where there is none.
 fn trunk_line(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> String {
     let (Some(pack), Some(raw)) = (opened.checkpoint.pack(), raw) else { return String::new() };
-    let show = |plan: &Plan| format!("{} layers pinned, {} read", plan.pinned, human(plan.trunk_read));
+    let show = |plan: &Plan| format!("{} layers pinned, {} read", plan.pinned(), human(plan.trunk_read));
     format!("trunk from {}: {}; from the shards: {}\n", pack.path().display(), show(plan), show(raw))
 }
 
 /// The same for programs.
 fn trunk_json(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> serde_json::Value {
-    let show = |plan: &Plan| json!({"pinned_layers": plan.pinned, "head_pinned": plan.head_pinned, "read_bytes": plan.trunk_read});
+    let show = |plan: &Plan| json!({"pinned_layers": plan.pinned(), "head_pinned": plan.head_pinned(), "read_bytes": plan.trunk_read});
     let Some(pack) = opened.checkpoint.pack() else { return json!({"pack": null, "shards": show(plan)}) };
     json!({
         "pack": {

@@ -37,7 +37,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Share of layer visits served by the pinned prefix; `None` before the first. The one-time load
+    /// Share of layer visits served by pinned layers; `None` before the first. The one-time load
     /// of the pinned layers counts as served: it is a cost of starting, not of a token.
     #[must_use]
     pub fn trunk_hit_rate(&self) -> Option<f64> {
@@ -142,7 +142,7 @@ impl Engine {
         let config = *checkpoint.config();
         let exec = Rayon::new(plan.extent.width).map_err(|e| Error::Threads(std::io::Error::other(e)))?;
         let fetch = Fetch::new(checkpoint.files(), plan.readers, stop)?;
-        let trunk = Trunk::new(checkpoint.walk(), plan.slot, plan.ring, plan.pinned, plan.head_pinned)?;
+        let trunk = Trunk::new(checkpoint.walk(), plan.slot, plan.ring, plan.keeps.clone())?;
         let arena = Arena::new(config, plan.arena, checkpoint.expert_bytes(), plan.policy);
         // The plan was made from the same two numbers, and did not overflow.
         let lines = |n: Option<usize>| AlignedBuf::zeroed_lines(n.unwrap_or(usize::MAX / 128));

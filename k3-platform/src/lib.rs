@@ -7,7 +7,7 @@
 //! session      a sequence that survives the process
 //! engine       owns every buffer; the only implementor of the core's `Weights`
 //! plan         the ledger: config and budget -> sizes, or a refusal with the numbers
-//! trunk        pinned prefix and ring          experts   arena of experts
+//! trunk        pinned layers and ring          experts   arena of experts
 //! policy       which experts stay
 //! trace        experts asked for, recorded and replayed
 //! pack         the one-file trunk

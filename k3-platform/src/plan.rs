@@ -2,9 +2,17 @@
 //!
 //! Every byte the engine will ever hold is a line of the [`Ledger`], and the run allocates what the
 //! ledger says and nothing else. Order of spending: what is fixed, the context, a ring for the
-//! trunk, a minimum of experts; then whole layers are pinned, from the first one on, and `lm_head`
-//! after the last. What is left when the next layer does not fit, or when all of the trunk is pinned,
-//! goes to the experts: last, because a router spreads its choices on purpose.
+//! trunk, a minimum of experts; then whole layers are pinned, and `lm_head` once all of them are. What is
+//! left when no other layer fits, or when all of the trunk is pinned, goes to the experts: last,
+//! because a router spreads its choices on purpose.
+//!
+//! # Which layers are pinned
+//!
+//! Any fixed choice of N of L layers is found N times in L, since they are walked in a cycle. What differs
+//! is when the disk works: it reads ahead as far as the ring has slots, so that while a row of pinned
+//! layers is computed it soon stands still. So they lie apart, in the order of [`spread`], and one that
+//! is read follows each few that are not: a token then takes what the slower of disk and computation
+//! takes, where a prefix would add the prefix's computation to the disk's time.
 
 use crate::experts::Name;
 use crate::policy::{Directory, Policy};
@@ -32,6 +40,10 @@ const SLOT_TARGET: usize = 16 << 20;
 
 /// Slots of the ring when there is room: one being used, the others being filled.
 const RING_TARGET: usize = 8;
+
+/// Slots of the ring when there is a lot of room. While a pinned layer is computed the disk reads ahead
+/// into them; so many hold what a fast disk brings in the time of a layer of the release.
+const RING_MOST: usize = 48;
 
 /// Sequences that run at the same time at most: with so many, a token's share of the trunk is less than
 /// its experts.
@@ -139,10 +151,8 @@ pub struct Plan {
     pub slot: usize,
     /// Slots of the ring.
     pub ring: usize,
-    /// Layers of the pinned prefix.
-    pub pinned: usize,
-    /// Whether `lm_head` is pinned too.
-    pub head_pinned: bool,
+    /// Which layers are pinned, in walk order; the last entry is `lm_head`.
+    pub keeps: Vec<bool>,
     /// Experts the arena holds.
     pub arena: usize,
     /// How they are chosen to stay.
@@ -153,6 +163,21 @@ pub struct Plan {
     pub experts_read: u64,
     /// Everything, line by line.
     pub ledger: Ledger,
+}
+
+impl Plan {
+    /// Number of pinned layers.
+    #[must_use]
+    pub fn pinned(&self) -> usize {
+        let (_head, layers) = self.keeps.split_last().unwrap_or((&false, &[]));
+        layers.iter().filter(|&&keeps| keeps).count()
+    }
+
+    /// Whether `lm_head` is pinned too.
+    #[must_use]
+    pub fn head_pinned(&self) -> bool {
+        self.keeps.last().is_some_and(|&keeps| keeps)
+    }
 }
 
 /// The budget cannot hold the request.
@@ -240,6 +265,14 @@ fn add_tables(ledger: &mut Ledger) {
     ledger.add("page tables", tables, format!("one byte for {}", PAGE_TABLES - 1));
 }
 
+/// The numbers below `n`, such that the first few of them, however many, lie well apart: in the order of
+/// their bits read backwards (van der Corput's sequence).
+fn spread(n: usize) -> impl Iterator<Item = usize> {
+    let bits = usize::BITS - n.saturating_sub(1).leading_zeros();
+    let backwards = move |i: usize| i.reverse_bits().checked_shr(usize::BITS - bits).unwrap_or(0);
+    (0..1usize << bits).map(backwards).filter(move |&i| i < n)
+}
+
 /// Makes the plan.
 ///
 /// # Errors
@@ -290,12 +323,13 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     // Rounded up twice, here and where they are added.
     let mut left = left.saturating_sub(request.budget / PAGE_TABLES + 2);
 
-    // The ring: at most a quarter of what is left.
+    // The ring: at most a quarter of what is left, and a sixteenth if that is more than the usual slots.
     let largest = sizes.walk.largest_layer();
     let target = SLOT_TARGET.min((largest / 2).next_multiple_of(4096)).max(least);
     let ring_bytes = usize::try_from(left / 4).unwrap_or(usize::MAX).saturating_add(least);
     let slot = target.min(ring_bytes / 4 / 4096 * 4096).max(least);
-    let ring = (ring_bytes / slot).clamp(1, RING_TARGET);
+    let more = usize::try_from(left / 16).unwrap_or(usize::MAX) / slot;
+    let ring = (ring_bytes / slot).clamp(1, more.clamp(RING_TARGET, RING_MOST));
     ledger.add("trunk ring", (ring * slot) as u64, format!("{ring} slots of {}", human(slot as u64)));
     left = left.saturating_sub((ring * slot) as u64 - least as u64);
     // Larger slots make shorter lists; the difference is not spent again.
@@ -314,18 +348,22 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         (bytes, segments.iter().map(Segment::read_bytes).sum::<u64>())
     };
     let costs: Vec<(u64, u64)> = (0..sizes.walk.len()).map(sums).collect();
-    let (mut pinned, mut pinned_bytes) = (0, 0u64);
-    for &(cost, _) in &costs {
-        if cost > left {
-            break;
+    let (mut keeps, mut pinned_bytes) = (vec![false; costs.len()], 0u64);
+    let head = costs.len().saturating_sub(1);
+    for layer in spread(head).chain([head]) {
+        let cost = costs.get(layer).map_or(u64::MAX, |c| c.0);
+        // Of a layer that does not fit the place is left to smaller ones; of the head nobody waits for it.
+        let turn = layer < head || keeps[..head].iter().all(|&keeps| keeps);
+        if turn && cost <= left {
+            left -= cost;
+            pinned_bytes += cost;
+            keeps[layer] = true;
         }
-        left -= cost;
-        pinned_bytes += cost;
-        pinned += 1;
     }
-    let head_pinned = pinned == costs.len();
-    let layers = pinned - usize::from(head_pinned);
-    let note = format!("{layers} of {} layers{}", c.num_hidden_layers, if head_pinned { " and lm_head" } else { "" });
+    let trunk_read = costs.iter().zip(&keeps).filter(|(_, keeps)| !**keeps).map(|(c, _)| c.1).sum();
+    let layers = keeps[..head].iter().filter(|&&keeps| keeps).count();
+    let lm_head = if keeps.last() == Some(&true) { " and lm_head" } else { "" };
+    let note = format!("{layers} of {} layers{lm_head}", c.num_hidden_layers);
     ledger.add("pinned trunk", pinned_bytes, note);
 
     let more = left.checked_div(expert).unwrap_or(0);
@@ -335,7 +373,6 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let extent = Extent { chunk, context: request.context, width: request.threads };
     let logit_rows = logit_rows(request, chunk, sequences);
     let (budget, readers) = (request.budget, request.readers);
-    let trunk_read = costs.iter().skip(pinned).map(|c| c.1).sum();
     let missing = if arena == experts { 0 } else { c.num_moe_layers() * c.num_experts_per_token };
     let experts_read = missing as u64 * expert;
     Ok(Plan {
@@ -347,12 +384,35 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         sequences,
         slot,
         ring,
-        pinned: layers,
-        head_pinned,
+        keeps,
         arena,
         policy: request.policy,
         trunk_read,
         experts_read,
         ledger,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::spread;
+
+    #[test]
+    fn pinned_layers_lie_apart_however_many_they_are() {
+        for n in [0, 1, 2, 3, 6, 13, 64, 93] {
+            let order: Vec<_> = spread(n).collect();
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            assert!(sorted.into_iter().eq(0..n), "{n}: {order:?}");
+            for count in 0..=n / 2 {
+                let chosen = &order[..count];
+                assert!(chosen.iter().all(|i| !chosen.contains(&(i + 1))), "{count} of {n}: {chosen:?}");
+            }
+            // Beyond half, what is read lies apart.
+            for count in n.div_ceil(2)..=n {
+                let read = &order[count..];
+                assert!(read.iter().all(|i| !read.contains(&(i + 1))), "{count} of {n}: {read:?}");
+            }
+        }
+    }
 }

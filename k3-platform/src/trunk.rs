@@ -1,13 +1,13 @@
-//! The trunk on its way through memory: a pinned prefix, and a ring for the rest.
+//! The trunk on its way through memory: pinned layers, and a ring for the rest.
 //!
-//! Layers are walked in a cycle, so what is kept is a *prefix*: a cache that evicts the oldest would
-//! hit nothing. The rest passes through a ring of equal slots. Reads are issued in walk order as
+//! Layers are walked in a cycle, so what is kept is *fixed*: a cache that evicts the oldest would
+//! hit nothing. Which layers, is for [`crate::plan`] to say. The rest passes through a ring of equal slots. Reads are issued in walk order as
 //! soon as a slot is free, across the end of a pass into the next one; the closure that borrows a
 //! block returning *is* the release of its slot.
 //!
 //! ```text
 //! walk      [layer 0][layer 1] ... [layer L-1][head]     segments, cut to the slot size
-//!            ^^^^^^^^^ pinned        ^ cursor  ^ next read
+//!            pinned   ^ cursor  ^ next read     pinned
 //! ```
 
 use crate::aligned::AlignedBuf;
@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 pub struct TrunkStats {
     /// Layers walked.
     pub visits: u64,
-    /// Of these, layers of the pinned prefix.
+    /// Of these, pinned layers.
     pub hits: u64,
     /// Time spent waiting for a read that had not arrived.
     pub waited: Duration,
@@ -59,9 +59,8 @@ pub struct Trunk {
     slot: usize,
     /// Segments of the layers that were needed last.
     lists: VecDeque<(usize, Arc<[Segment]>)>,
-    /// Layers of the pinned prefix, and whether the head is pinned.
-    pinned: usize,
-    head_pinned: bool,
+    /// Which layers are pinned; the last entry is the head.
+    keeps: Vec<bool>,
     kept: HashMap<Spot, AlignedBuf>,
     /// Ring slots that hold nothing.
     free: Vec<AlignedBuf>,
@@ -86,19 +85,19 @@ pub struct Trunk {
 }
 
 impl Trunk {
-    /// Maps the ring. Nothing is read yet. `slot` is at least [`Walk::least_slot`].
+    /// Maps the ring. Nothing is read yet. `slot` is at least [`Walk::least_slot`]; `keeps` says of each
+    /// layer, and at last of the head, whether it is pinned.
     ///
     /// # Errors
     /// [`Error::Memory`] if the ring cannot be mapped.
-    pub fn new(walk: Walk, slot: usize, ring: usize, pinned: usize, head_pinned: bool) -> Result<Self, Error> {
+    pub fn new(walk: Walk, slot: usize, ring: usize, keeps: Vec<bool>) -> Result<Self, Error> {
         let free = (0..ring.max(1)).map(|_| AlignedBuf::zeroed(slot)).collect::<Result<_, _>>()?;
         let (sender, receiver) = channel();
         Ok(Self {
             walk,
             slot,
             lists: VecDeque::new(),
-            pinned,
-            head_pinned,
+            keeps,
             kept: HashMap::new(),
             free,
             asked: VecDeque::new(),
@@ -129,7 +128,7 @@ impl Trunk {
 
     /// Whether the segments of a layer stay.
     fn keeps(&self, layer: usize) -> bool {
-        if layer + 1 == self.walk.len() { self.head_pinned } else { layer < self.pinned }
+        self.keeps.get(layer).is_some_and(|&keeps| keeps)
     }
 
     /// The segments of a layer; none behind the last one.

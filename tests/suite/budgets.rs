@@ -129,7 +129,7 @@ fn a_plan_never_passes_its_budget() {
                 Ok(engine) => {
                     let plan = engine.plan();
                     assert!(plan.ledger.total() <= budget, "{budget}: {}", plan.ledger);
-                    pinned = pinned.max(plan.pinned);
+                    pinned = pinned.max(plan.pinned());
                 }
                 Err(Error::Budget(refusal)) => assert!(refusal.floor > budget),
                 Err(error) => panic!("{error}"),

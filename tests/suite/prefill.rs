@@ -119,7 +119,7 @@ fn count(dir: &Path, more: u64, trunk: bool) {
     let source = Arc::new(Logging(Disk::new(Mode::Buffered), Arc::clone(&log)));
     let checkpoint = Checkpoint::open(dir, source).expect("open");
     let mut engine = engine(checkpoint, &How { budget: floor + more, ..how }, PROMPT, PROMPT).expect("an engine");
-    assert!(engine.plan().pinned == 0 && (more > 0 || engine.plan().arena == 1));
+    assert!(engine.plan().pinned() == 0 && (more > 0 || engine.plan().arena == 1));
     let config = *engine.checkpoint().config();
     let mut chosen = Chosen::default();
     let mut logits = vec![0.0; config.vocab_size];

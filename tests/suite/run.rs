@@ -166,7 +166,7 @@ pub(crate) fn run_guessing(dir: &Path, how: &How, prompt: &[TokenId], text: &[To
     let checkpoint = open(dir, how.mode)?;
     let vocab = checkpoint.config().vocab_size;
     let mut engine = engine(checkpoint, how, prompt.len(), prompt.len() + text.len())?;
-    let mut out = Outcome { pinned: engine.plan().pinned, ..Outcome::default() };
+    let mut out = Outcome { pinned: engine.plan().pinned(), ..Outcome::default() };
     for part in prompt.chunks(engine.plan().extent.chunk) {
         let mut logits = vec![0.0; part.len() * vocab];
         engine.step(part, &mut logits, &mut ())?;
@@ -207,7 +207,7 @@ pub(crate) fn run_among(dir: &Path, how: &How, prompt: &[TokenId], text: &[Token
     let vocab = checkpoint.config().vocab_size;
     let mut engine = engine(checkpoint, how, prompt.len(), prompt.len() + text.len())?;
     let (chunk, many) = (engine.plan().extent.chunk, engine.plan().sequences);
-    let mut out = Outcome { pinned: engine.plan().pinned, ..Outcome::default() };
+    let mut out = Outcome { pinned: engine.plan().pinned(), ..Outcome::default() };
     let all = [prompt, text].concat();
     let (mut read, mut others) = (0, vec![0; many]);
     let mut pass = 0;
@@ -259,7 +259,7 @@ pub(crate) fn run_from(
     let vocab = checkpoint.config().vocab_size;
     let mut engine = engine(checkpoint, how, prompt.len(), prompt.len() + max)?;
     let chunk = engine.plan().extent.chunk;
-    let mut out = Outcome { pinned: engine.plan().pinned, ..Outcome::default() };
+    let mut out = Outcome { pinned: engine.plan().pinned(), ..Outcome::default() };
     let mut watch = Watch { off: prompt.len() > chunk, ..Watch::default() };
     let mut row = vec![0.0; vocab];
     for step in 0..=max {

@@ -108,7 +108,7 @@ fn soak(dir: &Path, tokens: usize, above_floor: u64, seed: u64) {
         "{}: {tokens} tokens, {cancels} cancels, {torn} resumes, ring {} pinned {} arena {}, memory {early:?} -> {late:?}",
         dir.display(),
         held.ring,
-        held.pinned,
+        held.pinned(),
         held.arena
     );
     assert_eq!(ids, expected);

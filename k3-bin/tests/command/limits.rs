@@ -137,7 +137,7 @@ fn a_limit_of_the_size_of_the_budget_is_enough() {
             assert!(peak <= budget, "{limit}: peak {peak} of {budget}");
             assert_eq!(object["generated_ids"].as_array().expect("ids").len(), 3);
             assert_eq!(*ids.get_or_insert_with(|| object["generated_ids"].clone()), object["generated_ids"]);
-            // A prefix of the layers is walked in a cycle: what is pinned is exactly what is found.
+            // The layers are walked in a cycle: what is pinned is exactly what is found.
             let layers = object["memory"]["pinned_layers"].as_u64().expect("layers");
             #[expect(clippy::cast_precision_loss, reason = "nine layers")]
             let share = layers as f64 / 9.0;
