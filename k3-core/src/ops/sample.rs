@@ -21,20 +21,23 @@
 //!
 //! # How an id is drawn
 //!
-//! In this order, each step on what the one before has left. All of it is f64 and sequential, so there is
-//! nothing for a back end or a thread to change.
+//! In this order, each step on what the one before has left. Values are f64 and sums of weights are
+//! integers, so there is nothing for a back end, a thread or an order of additions to change.
 //!
 //! 1. **Penalty.** The logit of each id that the history holds, however often, is divided by
 //!    `repeat_penalty` if it is positive, and multiplied by it if not.
 //! 2. **Bias.** The bias of an id is added; minus infinity takes the id out.
 //! 3. Candidates are **ranked**: falling logit, and rising id among equals.
 //! 4. **Temperature.** `w = exp((logit - best) / temperature)`, with the core's own `exp`, whose argument is
-//!    held at -700. A temperature of 0 takes the first candidate, and nothing else is looked at.
+//!    held at -700. A temperature of 0 takes the first candidate, and nothing else is looked at. Where
+//!    weights are added they are counted in units of 2^-94, cut off behind them; the sum is exact, and is
+//!    rounded to f64 where it is compared. So the sum of all needs no order, and only as many candidates
+//!    are sorted as the steps below look at.
 //! 5. **Top-k** keeps the first `top_k` candidates.
 //! 6. **Top-p** keeps the shortest beginning whose weights add up to `top_p` of all that are left.
 //! 7. **Min-p** keeps those whose weight is at least `min_p` of the first one's.
 //! 8. **Draw.** Weights are added up in rank order; the first candidate at which the running sum is greater
-//!    than `u` times the whole sum is taken.
+//!    than `u` times the sum of all that are left is taken.
 //!
 //! `u` is made of the first 53 bits that [`philox`] gives for the seed and the *position* in the sequence,
 //! not for the count of calls. So a seed replays: whatever the budget, the threads or the cut into chunks,
@@ -182,7 +185,7 @@ impl From<NonFiniteLogit> for SampleError {
 pub struct Candidate {
     id: TokenId,
     seen: bool,
-    /// The logit, later the weight.
+    /// The logit, with penalty and bias.
     value: f64,
 }
 
@@ -300,37 +303,82 @@ impl<'a> Sampler<'a> {
             all.select_nth_unstable_by(most, Candidate::rank);
             count = most;
         }
-        let kept = &mut all[..count];
-        kept.sort_unstable_by(Candidate::rank);
-        let best = kept[0].value;
-        let mut total = 0.0;
-        for candidate in kept.iter_mut() {
-            candidate.value = exp64((candidate.value - best) / temperature);
-            total += candidate.value;
+        let mut kept = Ranked::new(&mut all[..count]);
+        let best = kept.get(0).ok_or(SampleError::Nothing)?.value;
+        let weight = |candidate: Candidate| exp64((candidate.value - best) / temperature);
+        let mut total = kept.all.iter().fold(0, |sum, c| sum + units(weight(*c)));
+        if top_p < 1.0 || min_p > 0.0 {
+            // The best one has the weight 1.
+            let (enough, mut sum, mut left) = (top_p * to_f64(total), 0, 0);
+            while let Some(candidate) = kept.get(left) {
+                let weight = weight(candidate);
+                if left > 0 && weight < min_p {
+                    break;
+                }
+                sum += units(weight);
+                left += 1;
+                if top_p < 1.0 && to_f64(sum) >= enough {
+                    break;
+                }
+            }
+            (count, total) = (left, sum);
         }
-        if top_p < 1.0 {
-            let (mut sum, enough) = (0.0, top_p * total);
-            count = until(kept, |c| {
-                sum += c.value;
-                sum >= enough
-            });
+        let (mut sum, bar) = (0, uniform(seed, position) * to_f64(total));
+        let mut drawn = TokenId(0);
+        for candidate in (0..count).map_while(|i| kept.get(i)) {
+            drawn = candidate.id;
+            sum += units(weight(candidate));
+            if to_f64(sum) > bar {
+                break;
+            }
         }
-        let floor = min_p * kept[0].value;
-        count = kept[..count].iter().take_while(|c| c.value >= floor).count().max(1);
-        let kept = &kept[..count];
-        let total: f64 = kept.iter().fold(0.0, |sum, c| sum + c.value);
-        let (mut sum, bar) = (0.0, uniform(seed, position) * total);
-        let drawn = until(kept, |c| {
-            sum += c.value;
-            sum > bar
-        });
-        Ok(kept[drawn - 1].id)
+        Ok(drawn)
     }
 }
 
-/// How many candidates there are up to the first that `found` says yes to; all if it never does.
-fn until(kept: &[Candidate], found: impl FnMut(&Candidate) -> bool) -> usize {
-    kept.iter().position(found).map_or(kept.len(), |i| i + 1)
+/// Candidates by rank, of which no more are sorted than somebody asks for: usually a few hundred of a
+/// whole vocabulary.
+struct Ranked<'c> {
+    all: &'c mut [Candidate],
+    /// So many at the front are those that rank first, in order.
+    sorted: usize,
+}
+
+impl<'c> Ranked<'c> {
+    const FIRST: usize = 64;
+
+    const fn new(all: &'c mut [Candidate]) -> Self {
+        Self { all, sorted: 0 }
+    }
+
+    /// The candidate that ranks behind `i` others.
+    fn get(&mut self, i: usize) -> Option<Candidate> {
+        while i >= self.sorted && self.sorted < self.all.len() {
+            // Each block is three times what is there already, so all blocks together cost little more
+            // than sorting at once.
+            let rest = &mut self.all[self.sorted..];
+            let block = (3 * self.sorted).max(Self::FIRST).min(rest.len());
+            if block < rest.len() {
+                rest.select_nth_unstable_by(block, Candidate::rank);
+            }
+            rest[..block].sort_unstable_by(Candidate::rank);
+            self.sorted += block;
+        }
+        self.all.get(i).copied()
+    }
+}
+
+/// A weight in [0, 1] as a count of 2^-94: so fine that what is cut off is far below what f64 can tell
+/// from 1, so coarse that 2^32 of them fit.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "cut off on purpose; never negative")]
+fn units(weight: f64) -> u128 {
+    (weight * (1u128 << 94) as f64) as u128
+}
+
+/// A sum of weights, rounded once.
+#[expect(clippy::cast_precision_loss, reason = "rounded on purpose")]
+const fn to_f64(sum: u128) -> f64 {
+    sum as f64
 }
 
 /// A number in [0, 1): the same for a seed and a position everywhere.
@@ -518,6 +566,92 @@ mod tests {
         // Top-k comes first: of the three that it leaves, the first has 4/7.
         assert_eq!(reached(Settings { top_k: Some(3), top_p: 0.57, ..base }), 1);
         assert_eq!(reached(Settings { top_p: 0.57, ..base }), 2);
+    }
+
+    /// The steps at the head of this file, on candidates that are all sorted.
+    fn pick_sorted(settings: Settings<'_>, position: u64, logits: &[f32]) -> u32 {
+        let mut all: Vec<Candidate> = (0..)
+            .zip(logits)
+            .map(|(id, &logit)| Candidate { id: TokenId(id), seen: false, value: f64::from(logit) })
+            .filter(|c| !settings.bias.contains(&(c.id, f32::NEG_INFINITY)))
+            .collect();
+        all.sort_by(|a, b| b.value.total_cmp(&a.value).then(a.id.cmp(&b.id)));
+        all.truncate(settings.top_k.map_or(usize::MAX, |k| k as usize));
+        let best = all[0].value;
+        all.iter_mut().for_each(|c| c.value = exp64((c.value - best) / settings.temperature));
+        let up_to = |all: &[Candidate], n: usize| to_f64(all[..n].iter().map(|c| units(c.value)).sum());
+        let shortest = |all: &[Candidate], found: &dyn Fn(f64) -> bool| {
+            let (mut low, mut high) = (1, all.len());
+            while low < high {
+                let middle = low.midpoint(high);
+                if found(up_to(all, middle)) { high = middle } else { low = middle + 1 }
+            }
+            low
+        };
+        let total = up_to(&all, all.len());
+        if settings.top_p < 1.0 {
+            all.truncate(shortest(&all, &|sum| sum >= settings.top_p * total));
+        }
+        let left = all.iter().take_while(|c| c.value >= settings.min_p).count();
+        all.truncate(left);
+        let bar = uniform(settings.seed, position) * up_to(&all, all.len());
+        all[shortest(&all, &|sum| sum > bar) - 1].id.0
+    }
+
+    #[test]
+    fn a_draw_is_the_one_of_candidates_that_are_all_sorted() {
+        let out = [(TokenId(3), f32::NEG_INFINITY), (TokenId(0), f32::NEG_INFINITY)];
+        // Few levels and many equals; all equal; a peak over a long flat tail; as models give them.
+        let texts: [(usize, &dyn Fn(u32) -> f32); 5] = [
+            (1000, &|n| (n % 7) as f32),
+            (700, &|_| -2.5),
+            (5000, &|n| if n % 1000 == 3 { 9.0 } else { (n % 13) as f32 / 64.0 }),
+            (3000, &|n| (n % 4096) as f32 / 256.0),
+            (70, &|n| (n % 3) as f32),
+        ];
+        for (case, (len, level)) in texts.into_iter().enumerate() {
+            let logits: Vec<f32> =
+                (0..u32::try_from(len).unwrap()).map(|i| level(i.wrapping_mul(40_503) >> 3)).collect();
+            for temperature in [0.05, 0.8, 1.0, 40.0] {
+                for (top_k, top_p, min_p) in [
+                    (None, 1.0, 0.0),
+                    (None, 0.9, 0.0),
+                    (None, 0.999_999, 0.0),
+                    (None, 1.0, 0.3),
+                    (None, 0.7, 0.001),
+                    (Some(65), 1.0, 0.0),
+                    (Some(900), 0.5, 0.1),
+                ] {
+                    for bias in [&out[..0], &out] {
+                        let settings = Settings { temperature, top_k, top_p, min_p, bias, ..WARM };
+                        for position in 0..6 {
+                            let found = pick(settings, position, &[], &logits);
+                            assert_eq!(found, Ok(pick_sorted(settings, position, &logits)), "case {case} {settings:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_more_is_sorted_than_is_asked_for() {
+        let mut all: Vec<Candidate> = (0..163_840u32)
+            .map(|i| Candidate { id: TokenId(i), seen: false, value: f64::from(i.wrapping_mul(2_654_435_761) >> 8) })
+            .collect();
+        let mut expected: Vec<TokenId> = {
+            let mut sorted = all.clone();
+            sorted.sort_by(Candidate::rank);
+            sorted.iter().map(|c| c.id).collect()
+        };
+        let mut ranked = Ranked::new(&mut all);
+        for (i, sorted) in [(0, 64), (63, 64), (64, 256), (300, 1024), (0, 1024), (20_000, 65_536), (163_839, 163_840)]
+        {
+            assert_eq!((ranked.get(i).unwrap().id, ranked.sorted), (expected[i], sorted));
+        }
+        assert!(ranked.get(163_840).is_none());
+        expected.reverse();
+        assert!((0..163_840).all(|i| ranked.get(i).map(|c| c.id) == expected.pop()));
     }
 
     #[test]
