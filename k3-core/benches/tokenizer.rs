@@ -6,7 +6,7 @@
 //! ```
 //!
 //! One thread. Without arguments the demo's vocabulary and texts that are made here; with them any
-//! vocabulary and any files, which `fixtures/tokenizer/speed.py` gives to tiktoken, too. Decoding is
+//! vocabulary and any files, which `fixtures/tokenizer/parity.py --speed` gives to tiktoken, too. Decoding is
 //! compared with the text before anything is timed. The best of several rounds is printed, in
 //! megabytes (10^6 bytes) of text a second.
 #![expect(clippy::cast_precision_loss, reason = "counts and times are printed to three digits")]

@@ -32,6 +32,28 @@
 use super::vocab::{MAX_TOKENS, Merges, NO_RANK, Vocab};
 use crate::carve::{BufferError, Carver, Line, Tally};
 
+/// Counts what merging does, in tests: looks at keys of a window and at nodes of the tree.
+#[cfg(test)]
+mod steps {
+    std::thread_local! {
+        static DONE: core::cell::Cell<u64> = const { core::cell::Cell::new(0) };
+    }
+
+    pub(super) fn add(n: usize) {
+        DONE.with(|done| done.set(done.get() + n as u64));
+    }
+
+    pub(super) fn take() -> u64 {
+        DONE.with(core::cell::Cell::take)
+    }
+}
+
+#[cfg(not(test))]
+mod steps {
+    #[inline(always)]
+    pub(super) const fn add(_: usize) {}
+}
+
 /// Children of a node: sixteen `u32` are one cache line.
 const WIDTH: usize = 16;
 
@@ -273,7 +295,9 @@ impl Window {
         for keys in self.keys.iter_mut().take(used) {
             keys.fill_with(|| pairs.next().unwrap_or(NONE));
         }
+        steps::add(used);
         loop {
+            steps::add(used);
             let low = self.keys.iter().take(used).fold(NONE, |low, keys| low.min(minimum(keys)));
             if low == NONE {
                 return;
@@ -423,6 +447,7 @@ impl<'p> Parts<'p> {
     fn lowest(&self) -> Option<usize> {
         let mut at = 0usize;
         for &start in self.level.get(..self.levels)?.iter().rev() {
+            steps::add(1);
             let node = self.tree.get(start.saturating_add(at))?;
             let low = minimum(node);
             if low == NONE {
@@ -475,6 +500,7 @@ impl<'p> Parts<'p> {
             if *slot == value {
                 return;
             }
+            steps::add(1);
             *slot = value;
             // Nothing is kept above the root.
             if !levels.as_slice().is_empty() {
@@ -571,6 +597,48 @@ mod tests {
         // "ab" has the highest rank: the last two letters are left for it only if they are left over.
         assert_eq!(ids.len(), (1 << 17) + 1);
         assert!(ids[..1 << 17].iter().all(|&id| id == 258));
+    }
+
+    /// The story: a piece of a million bytes took minutes in engines that look for the best pair again and
+    /// again. Steps are counted, not seconds. Doubling a piece may double them; only the tree has a logarithm
+    /// besides.
+    #[test]
+    fn long_pieces_take_linear_time() {
+        let length = if cfg!(target_arch = "x86_64") { 1 << 17 } else { 1 << 12 };
+        let mut rng = Xorshift(88_172_645_463_325_252);
+        let mut random =
+            |letters: &[u8]| -> Vec<u8> { (0..2 * length).map(|_| letters[rng.below(letters.len())]).collect() };
+        // Fibonacci's word repeats itself at no distance: windows find borders late.
+        let (mut a, mut b) = (std::vec![b'a'], std::vec![b'a', b'b']);
+        while b.len() < 2 * length {
+            (a, b) = (b.clone(), [b, a].concat());
+        }
+        b.truncate(2 * length);
+        let pieces = [random(b"ab"), random(b"abcdefghijklmnopqrstuvwxyz"), std::vec![b'a'; 2 * length], b];
+        let powers = |most: u32| -> Vec<Vec<u8>> { (1..=most).map(|i| std::vec![b'a'; 1 << i]).collect() };
+        // Every string of two letters up to six bytes, the long ones first: each byte starts a chain of merges.
+        let mut chains: Vec<Vec<u8>> = (2..=6u32)
+            .flat_map(|n| (0..1u32 << n).map(move |bits| (0..n).map(|i| b'a' + (bits >> i & 1) as u8).collect()))
+            .collect();
+        chains.reverse();
+        for (name, more) in
+            [("bytes", Vec::new()), ("chains", chains), ("powers", powers(5)), ("long powers", powers(9))]
+        {
+            let mut all = tokens(&[b"in", b"th", b"he", b"the", b"ing"]);
+            all.extend(more);
+            let vocab = load(&file(&all), &mut Vec::new()).unwrap();
+            for (which, piece) in pieces.iter().enumerate() {
+                let mut scratch = std::vec![Line::ZERO; scratch_len(piece.len()).unwrap()];
+                let mut count = |piece: &[u8]| {
+                    steps::take();
+                    merge(&vocab, piece, &mut Memory::new(), &mut scratch, &mut |_| ()).unwrap();
+                    steps::take()
+                };
+                let (half, whole) = (count(&piece[..length]), count(piece));
+                assert!(whole < 22 * half / 10, "{name}, piece {which}: {half} and {whole} steps");
+                assert!(whole < 40 * piece.len() as u64, "{name}, piece {which}: {whole} steps");
+            }
+        }
     }
 
     #[test]
