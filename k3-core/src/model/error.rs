@@ -105,6 +105,8 @@ pub enum ForwardError<E> {
     },
     /// Stopped: a value is infinite or NaN. Nothing is sampled from such a pass.
     NonFinite {
+        /// Which of the pass's sequences, from zero.
+        sequence: usize,
         /// Position in the sequence, from zero.
         position: usize,
         /// Where it was first seen.
@@ -130,7 +132,7 @@ impl<E> ForwardError<E> {
             Self::Incomplete { tensor } => ForwardError::Incomplete { tensor },
             Self::Expert { layer, expert } => ForwardError::Expert { layer, expert },
             Self::ALogTail { layer } => ForwardError::ALogTail { layer },
-            Self::NonFinite { position, place } => ForwardError::NonFinite { position, place },
+            Self::NonFinite { sequence, position, place } => ForwardError::NonFinite { sequence, position, place },
         })
     }
 }
@@ -163,7 +165,7 @@ impl<E: core::fmt::Display> core::fmt::Display for ForwardError<E> {
             Self::ALogTail { layer } => {
                 write!(f, "A_log of layer {} has values past num_heads, so it belongs to another config", layer.0)
             }
-            Self::NonFinite { position, place } => {
+            Self::NonFinite { position, place, .. } => {
                 write!(f, "a value that is not finite first appeared at position {position} {place}")
             }
         }

@@ -319,17 +319,17 @@ pub struct Sequence<'a, 's> {
     pub wanted: usize,
 }
 
-/// Inside a pass a value that is not finite has the number of its row; here the row becomes the
-/// position in its sequence.
+/// Inside a pass a value that is not finite has the number of its row; here the row becomes its sequence
+/// and the position there.
 fn placed<E>(error: ForwardError<E>, sequences: &[Sequence<'_, '_>]) -> ForwardError<E> {
-    let ForwardError::NonFinite { position: mut row, place } = error else { return error };
-    for s in sequences {
+    let ForwardError::NonFinite { position: mut row, place, .. } = error else { return error };
+    for (sequence, s) in sequences.iter().enumerate() {
         if row < s.positions {
-            return ForwardError::NonFinite { position: s.state.position + row, place };
+            return ForwardError::NonFinite { sequence, position: s.state.position + row, place };
         }
         row -= s.positions;
     }
-    ForwardError::NonFinite { position: row, place }
+    ForwardError::NonFinite { sequence: sequences.len(), position: row, place }
 }
 
 /// Dimensions of the model's KDA layers for `positions` of a sequence.
@@ -421,7 +421,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             end += s.positions;
             for (row, logits) in (end - s.wanted..end).zip(&mut rows) {
                 if let Some((id, _)) = (0..).map(TokenId).zip(logits).find(|(_, l)| !l.is_finite()) {
-                    return Err(ForwardError::NonFinite { position: row, place: Place::Logit(id) });
+                    return Err(ForwardError::NonFinite { sequence: 0, position: row, place: Place::Logit(id) });
                 }
             }
         }
@@ -830,7 +830,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             let (ids, weights) = (&mut ids[i * k..][..k], &mut weights[i * k..][..k]);
             let (renormalize, scale) = (c.moe_renormalize, c.routed_scaling_factor);
             if !router::route(scores, v.router_bias, renormalize, scale, ids, weights) {
-                return Err(ForwardError::NonFinite { position: i, place: Place::Router(layer) });
+                return Err(ForwardError::NonFinite { sequence: 0, position: i, place: Place::Router(layer) });
             }
         }
         observer.routed(layer, ids, weights);
@@ -882,7 +882,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         }
         if let Some((i, position)) = infinite {
             let place = Place::Expert(layer, groups.distinct[i]);
-            return Err(ForwardError::NonFinite { position, place });
+            return Err(ForwardError::NonFinite { sequence: 0, position, place });
         }
         let sum = &mut s.sum[..n * width];
         exec.run(Parts::new(sum, width), |i, sum| {
@@ -924,6 +924,6 @@ fn times(a: &mut [f32], b: &[f32]) {
 fn finite<E>(rows: &[f32], width: usize, place: Place) -> Result<(), ForwardError<E>> {
     match rows.iter().position(|v| !v.is_finite()) {
         None => Ok(()),
-        Some(i) => Err(ForwardError::NonFinite { position: i / width, place }),
+        Some(i) => Err(ForwardError::NonFinite { sequence: 0, position: i / width, place }),
     }
 }
