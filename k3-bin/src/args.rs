@@ -293,7 +293,7 @@ pub(crate) struct Run {
     pub(crate) ignore_eos: bool,
 
     /// Turns spellings such as <|open|> in the prompt into control ids; without it they are text.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "ids")]
     pub(crate) parse_special: bool,
 
     /// Records which experts each pass asks for, for k3 cachesim.
@@ -310,6 +310,9 @@ pub(crate) struct Run {
 
     #[command(flatten)]
     pub(crate) sampling: Sampling,
+
+    #[command(flatten)]
+    pub(crate) logprobs: Logprobs,
 
     #[command(flatten)]
     pub(crate) session: Session,
@@ -373,16 +376,20 @@ pub(crate) struct Ladder {
 const BATCH_HELP: &str = "\
 Input, a line for each prompt:
   {\"id\": \"a\", \"prompt\": \"text\"}    or    {\"id\": 1, \"ids\": [1008, 10484]}
-  id is a string or a number and occurs once; \"max_tokens\": N may be added. A line that is wrong
-  is refused by its number before anything runs.
+  id is a string or a number and occurs once. A line that is wrong is refused by its number before
+  anything runs. A line may have what is then used in place of the option of that name:
+  \"max_tokens\", \"temperature\", \"top_p\", \"top_k\", \"min_p\", \"seed\", \"repeat_penalty\", \"logprobs\",
+  \"logit_bias\": {\"17\": -2.5, \"9\": \"-inf\"}, \"stop\": \"text\" or an id or a list of both
 
 Output, a line for each text, in the order in which they end:
-  {\"id\": \"a\", \"generated_ids\": [..], \"text\": \"..\", \"finish_reason\": \"length\"}
+  {\"id\": \"a\", \"generated_ids\": [..], \"text\": \"..\", \"finish_reason\": \"length\", \"stopped_by\": {..}}
+  and \"logprobs\" where they are asked for, all as in k3 run --json.
   The first line says what the texts depend on: input, model, and the options that matter to them.
   Each line is written when its text has ended. If the batch is interrupted, the same command goes on
   with the prompts that have no line yet; --memory, --threads and the like may be others then.
 
-Each text is the one that k3 run gives for its prompt.
+Each text is the one that k3 run gives for its prompt, with the same seed where it is drawn. A text whose
+arithmetic goes non-finite has no line; it is named at the end, and the others are not touched (exit code 6).
 
 Example:
   k3 batch /models/kimi-k3 --input prompts.jsonl --output texts.jsonl --memory 32G";
@@ -419,11 +426,18 @@ pub(crate) struct Batch {
     pub(crate) parse_special: bool,
 
     #[command(flatten)]
+    pub(crate) sampling: Sampling,
+
+    /// Adds to each text the log-probability of each id, and those of the N best.
+    #[arg(long, value_name = "N", help_heading = "Sampling", value_parser = clap::value_parser!(u16).range(..=LOGPROBS_MOST))]
+    pub(crate) logprobs: Option<u16>,
+
+    #[command(flatten)]
     pub(crate) common: Common,
 }
 
 /// How ids are chosen.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct Sampling {
     /// Draws ids instead of taking the best: above 1 more freely, below 1 less; 0 takes the best.
@@ -458,11 +472,19 @@ pub(crate) struct Sampling {
     /// given more than once.
     #[arg(long, value_name = "TEXT|ID", value_parser = stop, allow_hyphen_values = true)]
     pub(crate) stop: Vec<Stop>,
+}
 
+/// What is told of the choices.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct Logprobs {
     /// Adds to the JSON the log-probability of each id, and those of the N best.
-    #[arg(long, value_name = "N", requires = "json", value_parser = clap::value_parser!(u16).range(0..=1000))]
+    #[arg(long, value_name = "N", requires = "json", value_parser = clap::value_parser!(u16).range(..=LOGPROBS_MOST))]
     pub(crate) logprobs: Option<u16>,
 }
+
+/// The most log-probabilities of a place that are told.
+pub(crate) const LOGPROBS_MOST: i64 = 1000;
 
 /// What ends a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -539,7 +561,7 @@ pub(crate) struct Chat {
     pub(crate) think: Option<k3_core::chat::Thinking>,
 
     /// Does not show what the model thinks.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "json")]
     pub(crate) hide_thinking: bool,
 
     /// Tokens of an answer at most.
@@ -557,6 +579,9 @@ pub(crate) struct Chat {
 
     #[command(flatten)]
     pub(crate) sampling: Sampling,
+
+    #[command(flatten)]
+    pub(crate) logprobs: Logprobs,
 
     #[command(flatten)]
     pub(crate) session: Session,

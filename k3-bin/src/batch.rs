@@ -1,21 +1,26 @@
 //! `k3 batch`: a file of prompts in, a file of texts out, many at the same time.
 
-use crate::args::Batch as Args;
+use crate::args::{Batch as Args, LOGPROBS_MOST, Sampling, Stop};
 use crate::fail::{self, Failure};
+use crate::messages;
 use crate::output;
 use crate::report::{self, Progress};
+use crate::sampling::{Chosen, Picker};
 use crate::start::{Options, Started, Wanted};
-use crate::text;
+use crate::text::{self, Stops};
 use k3_core::model::Observer;
+use k3_core::ops::sample::Candidate;
 use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::batch::{self, Listener, Outcome, Prompt, Text};
 use k3_platform::checkpoint::Checkpoint;
-use k3_platform::generate::Greedy;
+use k3_platform::error::Error;
+use k3_platform::generate::Finish;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Instant;
 
@@ -28,7 +33,19 @@ struct Line {
     number: usize,
     id: Value,
     prompt: Given,
-    max_tokens: Option<usize>,
+    max_tokens: usize,
+    /// Its own options, and those of the command where it has none.
+    sampling: Sampling,
+    logprobs: Option<u16>,
+}
+
+/// A line whose prompt is ids.
+struct Job {
+    /// The line's number in the file.
+    line: usize,
+    id: Value,
+    prompt: Prompt,
+    chosen: Chosen,
 }
 
 /// How a prompt is given.
@@ -47,35 +64,53 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
         args.common.model.as_deref(),
     )?;
     let bytes = text::read(&args.input, "--input", options.budget())?;
-    let lines = lines(&args.input, &bytes)?;
+    let lines = lines(args, &bytes)?;
     let opened = options.open()?;
     let texts = lines.iter().any(|l| matches!(l.prompt, Given::Text(_)));
     let mut files = text::vocabulary(&opened.checkpoint, texts)?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
-    let (ids, prompts) = prompts(args, lines, vocabulary.as_ref(), &opened.checkpoint)?;
+    let jobs = jobs(args, lines, vocabulary.as_ref(), &opened.checkpoint)?;
     let header = header(args, &bytes, &opened.checkpoint);
     drop(bytes);
-    let (mut out, done) = Results::open(&args.output, &header, &ids)?;
-    let todo: Vec<usize> = (0..ids.len()).filter(|i| !done[*i]).collect();
-    let left: Vec<Prompt> = todo.iter().map(|&i| prompts[i].clone()).collect();
+    let (mut out, done) = Results::open(&args.output, &header, &jobs)?;
+    let before = done.iter().filter(|done| **done).count();
+    let todo: Vec<Job> = jobs.into_iter().zip(&done).filter(|(_, done)| !**done).map(|(job, _)| job).collect();
+    let left: Vec<Prompt> = todo.iter().map(|job| job.prompt.clone()).collect();
 
     let needed = |p: &Prompt| p.ids.len() + p.max_tokens.saturating_sub(1);
     let context = args.context.unwrap_or_else(|| left.iter().map(needed).max().unwrap_or(1));
-    let run = opened.start(Wanted {
+    let vocab = opened.checkpoint.config().vocab_size;
+    let candidates = todo.iter().map(|job| job.chosen.candidates(vocab)).max().unwrap_or(0);
+    let told = |job: &Job| job.chosen.told(job.prompt.max_tokens.min(context));
+    let (remembered, json) = todo.iter().map(told).max().unwrap_or_default();
+    let sequences = left.len().min(args.in_flight.map_or(usize::MAX, std::num::NonZeroUsize::get)).max(1);
+    let mut run = opened.start(Wanted {
         context,
         prompt: left.iter().map(|p| p.ids.len()).sum::<usize>().max(1),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
-        sequences: left.len().min(args.in_flight.map_or(usize::MAX, std::num::NonZeroUsize::get)).max(1),
+        sequences,
+        beside: (candidates * size_of::<Candidate>()) as u64 + remembered.saturating_mul(sequences as u64) + json,
         ..Wanted::default()
-    });
-    let mut run = run?;
+    })?;
     let config = *run.engine.checkpoint().config();
     let open = started.elapsed();
     let progress = Progress::new(!args.common.quiet, config.num_hidden_layers);
-    let mut watch = Watch { progress, out: &mut out, vocabulary, ids: &ids, todo: &todo, ended: 0, text: Vec::new() };
-    let stops = |id| !args.ignore_eos && text::stops(id, &config);
-    let outcome = batch::run(&mut run.engine, &left, context, &stops, &mut Greedy, &mut watch)?;
+    let mut watch = Watch {
+        progress,
+        out: &mut out,
+        vocabulary,
+        jobs: &todo,
+        writing: HashMap::new(),
+        scratch: vec![Candidate::EMPTY; candidates],
+        ended: 0,
+        failed: Vec::new(),
+    };
+    let stops = |number: usize, id| {
+        todo.get(number).is_some_and(|job| job.chosen.stops_at(id)) || !args.ignore_eos && text::stops(id, &config)
+    };
+    let outcome = batch::run(&mut run.engine, &left, &batch::Wanted { context, stops: &stops }, &mut watch)?;
     watch.progress.clear();
+    let failed = watch.failed;
     let total = started.elapsed();
 
     let stats = run.engine.stats();
@@ -83,9 +118,12 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
         let Outcome { ended, passes, read, generated, in_flight, .. } = outcome;
         report::print_json(&json!({
             "model": run.engine.checkpoint().dir().display().to_string(),
-            "prompts": ids.len(),
-            "done_before": ids.len() - todo.len(),
+            "prompts": done.len(),
+            "done_before": before,
             "ended": ended,
+            "failed": failed.iter().map(|(job, error)| {
+                json!({"line": job.line, "id": job.id, "error": error.message})
+            }).collect::<Vec<_>>(),
             "cancelled": outcome.cancelled,
             "usage": {"read_tokens": read, "generated_tokens": generated},
             "passes": passes,
@@ -105,9 +143,18 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     }
     if !args.common.quiet {
         run.note_buffered();
-        end(&outcome, ids.len() - todo.len(), &run);
+        end(&outcome, before, &run);
     }
     report::damage(&stats);
+    for (job, error) in &failed {
+        let message = format!("{}: line {} (id {}): {}", args.input.display(), job.line, job.id, error.message);
+        Failure { code: error.code, message, hint: None }.print();
+    }
+    if let (Some((_, error)), false) = (failed.first(), outcome.cancelled) {
+        let message = format!("{} of {} texts could not be made", failed.len(), todo.len());
+        let hint = "the others are there; the same command tries these again".to_owned();
+        return Err(Failure { code: error.code, message, hint: Some(hint) });
+    }
     Ok(Started::code(outcome.cancelled))
 }
 
@@ -125,14 +172,15 @@ fn end(outcome: &Outcome, before: usize, run: &Started) {
 }
 
 /// Reads the input, line by line, and refuses it for everything that is wrong with it.
-fn lines(path: &Path, bytes: &[u8]) -> Result<Vec<Line>, Failure> {
+fn lines(args: &Args, bytes: &[u8]) -> Result<Vec<Line>, Failure> {
+    let path = &args.input;
     let (mut lines, mut faults) = (Vec::new(), Vec::new());
     let mut seen: HashMap<String, usize> = HashMap::new();
     for (number, bytes) in (1..).zip(bytes.split(|b| *b == b'\n')) {
         if bytes.trim_ascii().is_empty() {
             continue;
         }
-        match line(number, bytes) {
+        match line(args, number, bytes) {
             Ok(line) => {
                 if let Some(first) = seen.insert(line.id.to_string(), number) {
                     faults.push(format!("line {number}: id {} is that of line {first}", line.id));
@@ -150,7 +198,8 @@ fn lines(path: &Path, bytes: &[u8]) -> Result<Vec<Line>, Failure> {
 }
 
 const HINT: &str = "each line is an object {\"id\": \"a\", \"prompt\": \"text\"} or {\"id\": 1, \"ids\": [1, 2]}, \
-                    and may have \"max_tokens\"; no id occurs twice";
+                    and may have \"max_tokens\", \"temperature\" and the like (k3 batch --help); no id occurs \
+                    twice";
 
 /// Refuses the input if there is a fault.
 fn refuse(path: &Path, faults: &[String]) -> Result<(), Failure> {
@@ -165,8 +214,9 @@ fn refuse(path: &Path, faults: &[String]) -> Result<(), Failure> {
 }
 
 /// One line.
-fn line(number: usize, bytes: &[u8]) -> Result<Line, String> {
+fn line(args: &Args, number: usize, bytes: &[u8]) -> Result<Line, String> {
     let value: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    messages::one_meaning(bytes)?;
     let Value::Object(mut fields) = value else { return Err("this is no object".to_owned()) };
     let id = match fields.remove("id") {
         Some(id @ (Value::String(_) | Value::Number(_))) => id,
@@ -181,15 +231,72 @@ fn line(number: usize, bytes: &[u8]) -> Result<Line, String> {
         (Some(_), Some(_)) => return Err("there are both \"prompt\" and \"ids\"".to_owned()),
         (None, None) => return Err("\"prompt\" or \"ids\" is missing".to_owned()),
     };
-    let max_tokens = match fields.remove("max_tokens") {
-        None => None,
-        Some(n) => Some(
-            n.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(|| "\"max_tokens\" is no count".to_owned())?,
-        ),
-    };
+    let max_tokens = count(&mut fields, "max_tokens", usize::MAX as u64)?;
+    let max_tokens = max_tokens.and_then(|n| usize::try_from(n).ok()).unwrap_or(args.max_tokens);
+    let sampling = sampling(args, &mut fields)?;
+    let most = u64::try_from(LOGPROBS_MOST).unwrap_or(0);
+    let logprobs = count(&mut fields, "logprobs", most)?.and_then(|n| u16::try_from(n).ok()).or(args.logprobs);
     match fields.keys().next() {
         Some(name) => Err(format!("a field {name:?} is not known")),
-        None => Ok(Line { number, id, prompt, max_tokens }),
+        None => Ok(Line { number, id, prompt, max_tokens, sampling, logprobs }),
+    }
+}
+
+/// A field that is a count of at most `most`.
+fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Option<u64>, String> {
+    let Some(value) = fields.remove(name) else { return Ok(None) };
+    let n = value.as_u64().filter(|n| *n <= most);
+    n.map(Some).ok_or_else(|| format!("{name:?} is no count up to {most}: {value}"))
+}
+
+/// How the ids of a line are chosen. What its fields mean together is looked at by [`Chosen::new`].
+fn sampling(args: &Args, fields: &mut Map<String, Value>) -> Result<Sampling, String> {
+    let mut number = |name: &str| match fields.remove(name) {
+        None => Ok(None),
+        Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {value}")),
+    };
+    let (temperature, top_p, min_p) = (number("temperature")?, number("top_p")?, number("min_p")?);
+    let repeat_penalty = number("repeat_penalty")?;
+    let top_k = count(fields, "top_k", u32::MAX.into())?.and_then(|k| u32::try_from(k).ok());
+    let seed = count(fields, "seed", u64::MAX)?;
+    let mut all = args.sampling.clone();
+    if temperature == Some(0.0) {
+        // The command's options for drawing are not for this line.
+        (all.top_p, all.top_k, all.min_p, all.seed) = (None, None, None, None);
+    }
+    all.temperature = temperature.or(all.temperature);
+    let drawing = [("top_p", top_p.is_some()), ("top_k", top_k.is_some()), ("min_p", min_p.is_some())];
+    let drawing = drawing.into_iter().chain([("seed", seed.is_some())]);
+    if let (None, Some((name, _))) = (all.temperature, drawing.into_iter().find(|(_, given)| *given)) {
+        return Err(format!("{name:?} has no effect without \"temperature\""));
+    }
+    (all.top_p, all.top_k, all.min_p) = (top_p.or(all.top_p), top_k.or(all.top_k), min_p.or(all.min_p));
+    (all.seed, all.repeat_penalty) = (seed.or(all.seed), repeat_penalty.or(all.repeat_penalty));
+    match fields.remove("logit_bias") {
+        None => {}
+        Some(Value::Object(biases)) => all.logit_bias = biases.iter().map(bias).collect::<Result<_, _>>()?,
+        Some(_) => return Err("\"logit_bias\" is no object of ids and numbers".to_owned()),
+    }
+    match fields.remove("stop") {
+        None => {}
+        Some(Value::Array(stops)) => all.stop = stops.iter().map(stop).collect::<Result<_, _>>()?,
+        Some(one) => all.stop = vec![stop(&one)?],
+    }
+    Ok(all)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "a bias is an f32, as on the command line")]
+fn bias((id, value): (&String, &Value)) -> Result<(u32, f32), String> {
+    let number = if value == "-inf" { Some(f32::NEG_INFINITY) } else { value.as_f64().map(|v| v as f32) };
+    let fault = || format!("{id:?}: {value} in \"logit_bias\" is no id and its number or \"-inf\"");
+    id.parse().ok().zip(number).ok_or_else(fault)
+}
+
+fn stop(value: &Value) -> Result<Stop, String> {
+    match value {
+        Value::String(text) if !text.is_empty() => Ok(Stop::Text(text.clone().into_bytes())),
+        Value::Number(_) => Ok(Stop::Id(token(value).map_err(|_| format!("{value} in \"stop\" is no token id"))?.0)),
+        _ => Err(format!("{value} in \"stop\" is neither a text nor an id")),
     }
 }
 
@@ -198,16 +305,16 @@ fn token(value: &Value) -> Result<TokenId, String> {
     id.map(TokenId).ok_or_else(|| format!("{value} in \"ids\" is no token id"))
 }
 
-/// The prompts as ids, and the ids of the lines. Refuses what no pass could run.
-fn prompts(
+/// The lines with their prompts as ids. Refuses what no pass could run.
+fn jobs(
     args: &Args,
     lines: Vec<Line>,
     vocabulary: Option<&Vocabulary<'_>>,
     checkpoint: &Checkpoint,
-) -> Result<(Vec<Value>, Vec<Prompt>), Failure> {
+) -> Result<Vec<Job>, Failure> {
     let vocab = checkpoint.config().vocab_size;
-    let (mut names, mut prompts, mut faults) = (Vec::new(), Vec::new(), Vec::new());
-    for Line { number, id, prompt, max_tokens } in lines {
+    let (mut jobs, mut faults) = (Vec::new(), Vec::new());
+    for Line { number, id, prompt, max_tokens, sampling, logprobs } in lines {
         let ids = match (prompt, vocabulary) {
             (Given::Ids(ids), _) => ids,
             (Given::Text(text), Some(vocabulary)) => vocabulary.encode(text.as_bytes(), args.parse_special)?,
@@ -221,11 +328,14 @@ fn prompts(
             let tokens = ids.len();
             faults.push(format!("line {number}: the prompt has {tokens} tokens, --context holds {context}"));
         }
-        names.push(id);
-        prompts.push(Prompt { ids, max_tokens: max_tokens.unwrap_or(args.max_tokens) });
+        match Chosen::new(&sampling, logprobs, vocab, vocabulary.is_some()) {
+            Ok(chosen) => jobs.push(Job { line: number, id, prompt: Prompt { ids, max_tokens }, chosen }),
+            // The names of options are those of the fields.
+            Err(failure) => faults.push(format!("line {number}: {}", failure.message.replace("--", ""))),
+        }
     }
     refuse(&args.input, &faults)?;
-    Ok((names, prompts))
+    Ok(jobs)
 }
 
 /// FNV-1a, 64 bits: against mistakes, not against malice.
@@ -255,6 +365,7 @@ fn header(args: &Args, input: &[u8], checkpoint: &Checkpoint) -> String {
         "context": args.context,
         "ignore_eos": args.ignore_eos,
         "parse_special": args.parse_special,
+        "sampling": digest([format!("{:?} {:?}", args.sampling, args.logprobs).as_bytes()]),
     });
     format!("{object}\n")
 }
@@ -268,7 +379,7 @@ struct Results {
 impl Results {
     /// Opens the output, or begins it. What an interrupted batch has left of it stays, and says which
     /// prompts are done; a line that was broken off is taken away.
-    fn open(path: &Path, header: &str, ids: &[Value]) -> Result<(Self, Vec<bool>), Failure> {
+    fn open(path: &Path, header: &str, jobs: &[Job]) -> Result<(Self, Vec<bool>), Failure> {
         let failed = |e: &std::io::Error| Failure::target(path, e);
         let mut file =
             File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(|e| failed(&e))?;
@@ -285,7 +396,7 @@ impl Results {
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(|e| failed(&e))?;
         let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1);
-        let mut done = vec![false; ids.len()];
+        let mut done = vec![false; jobs.len()];
         if whole == 0 {
             if !header.as_bytes().starts_with(&bytes) {
                 return Err(foreign(path));
@@ -293,7 +404,7 @@ impl Results {
             file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(|e| failed(&e))?;
             file.write_all(header.as_bytes()).map_err(|e| Failure::output(path, &e))?;
         } else {
-            let number: HashMap<String, usize> = ids.iter().enumerate().map(|(i, id)| (id.to_string(), i)).collect();
+            let number: HashMap<_, _> = jobs.iter().enumerate().map(|(i, job)| (job.id.to_string(), i)).collect();
             let Some(results) = bytes[..whole].strip_prefix(header.as_bytes()) else { return Err(foreign(path)) };
             for (line, result) in (2..).zip(results.split_inclusive(|b| *b == b'\n')) {
                 let object: Option<Map<String, Value>> = serde_json::from_slice(result).ok();
@@ -331,11 +442,33 @@ struct Watch<'w> {
     progress: Progress,
     out: &'w mut Results,
     vocabulary: Option<Vocabulary<'w>>,
-    /// Ids of all lines, and which of them run.
-    ids: &'w [Value],
-    todo: &'w [usize],
+    /// What runs.
+    jobs: &'w [Job],
+    /// Texts that are being written, by number.
+    writing: HashMap<usize, Writing<'w>>,
+    /// What all pickers use.
+    scratch: Vec<Candidate>,
     ended: usize,
+    failed: Vec<(&'w Job, Failure)>,
+}
+
+/// A text that is being written.
+struct Writing<'w> {
+    picker: Picker<'w>,
+    stops: Stops,
     text: Vec<u8>,
+}
+
+impl<'w> Watch<'w> {
+    fn job(&self, number: usize) -> Result<&'w Job, Error> {
+        self.jobs.get(number).ok_or(Error::Order)
+    }
+}
+
+impl<'w> Writing<'w> {
+    fn new(job: &'w Job) -> Self {
+        Self { picker: job.chosen.picker_among(), stops: job.chosen.stops(), text: Vec::new() }
+    }
 }
 
 impl Observer for Watch<'_> {
@@ -348,22 +481,49 @@ impl Listener for Watch<'_> {
     type Error = Failure;
 
     fn begin(&mut self, in_flight: usize, ids: usize) {
-        let (ended, of) = (self.ended, self.todo.len());
+        let (ended, of) = (self.ended, self.jobs.len());
         self.progress.begin(format!("{ended} of {of} texts, {in_flight} in flight, a pass over {ids} tokens"));
+    }
+
+    fn pick(&mut self, number: usize, position: usize, history: &[TokenId], logits: &[f32]) -> Result<TokenId, Error> {
+        let job = self.job(number)?;
+        let writing = self.writing.entry(number).or_insert_with(|| Writing::new(job));
+        writing.picker.pick_among(position, history, logits, &mut self.scratch)
+    }
+
+    fn token(&mut self, number: usize, id: TokenId) -> Result<ControlFlow<Finish>, Failure> {
+        let (Some(vocabulary), Some(writing)) = (&self.vocabulary, self.writing.get_mut(&number)) else {
+            return Ok(ControlFlow::Continue(()));
+        };
+        let mut bytes = Vec::new();
+        vocabulary.decode(id, &mut bytes);
+        writing.text.extend(writing.stops.push(&bytes));
+        let found = writing.stops.found().is_some();
+        Ok(if found { ControlFlow::Break(Finish::Stop) } else { ControlFlow::Continue(()) })
     }
 
     fn ended(&mut self, text: Text<'_>) -> Result<(), Failure> {
         self.ended += 1;
-        let words = self.vocabulary.as_ref().map(|vocabulary| {
-            self.text.clear();
-            text.ids.iter().for_each(|id| vocabulary.decode(*id, &mut self.text));
-            String::from_utf8_lossy(&self.text).into_owned()
-        });
-        self.out.append(&json!({
-            "id": self.ids[self.todo[text.number]],
+        let job = self.job(text.number)?;
+        let Writing { picker, mut stops, text: mut bytes } =
+            self.writing.remove(&text.number).unwrap_or_else(|| Writing::new(job));
+        bytes.extend(stops.finish());
+        let mut line = json!({
+            "id": job.id,
             "generated_ids": text.ids.iter().map(|id| id.0).collect::<Vec<_>>(),
-            "text": words,
+            "text": self.vocabulary.as_ref().map(|_| String::from_utf8_lossy(&bytes)),
             "finish_reason": text.finish.name(),
-        }))
+            "stopped_by": {"id": text.stop.map(|id| id.0), "text": stops.found().map(String::from_utf8_lossy)},
+        });
+        if picker.tells() {
+            line["logprobs"] = picker.json(job.prompt.ids.len(), text.ids, self.vocabulary.as_ref());
+        }
+        self.out.append(&line)
+    }
+
+    fn failed(&mut self, number: usize, error: Error) -> Result<(), Failure> {
+        self.writing.remove(&number);
+        self.failed.push((self.job(number)?, error.into()));
+        Ok(())
     }
 }

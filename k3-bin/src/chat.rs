@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use std::io::{IsTerminal as _, Write as _};
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -410,7 +410,10 @@ impl Conversation<'_> {
             }
             "/save" => {
                 named("a file")?;
-                save(Path::new(rest), &self.talk.json())?;
+                let (path, args) = (PathBuf::from(rest), self.args);
+                let inputs = [("--session", args.session.session.as_ref()), ("--tools", args.tools.as_ref())];
+                output::check(&[("/save", Some(&path))], &inputs, args.common.model.as_deref())?;
+                save(&path, &self.talk.json())?;
             }
             "/load" => {
                 named("a file")?;
@@ -477,6 +480,8 @@ impl Conversation<'_> {
             match self.answer() {
                 Ok(turn) => {
                     self.tell(&turn);
+                    // Whoever ended the answer need not say twice more that they want to go.
+                    interrupts = u32::from(turn.outcome.finish == Finish::Cancelled);
                     if let Err(failure) = turn.saved {
                         failure.print();
                     }
@@ -491,6 +496,10 @@ impl Conversation<'_> {
         }
     }
 
+    const fn is_dialogue(&self) -> bool {
+        self.args.message.is_none() && self.args.messages.is_none()
+    }
+
     /// Says what an answer does not show by itself.
     fn tell(&self, turn: &Turn) {
         for call in &turn.message.calls {
@@ -502,6 +511,7 @@ impl Conversation<'_> {
         match turn.outcome.finish {
             Finish::Length => note("the answer was cut at --max-tokens"),
             Finish::Context => note("the context is full: /reset begins again, --context makes more room"),
+            Finish::Cancelled if self.is_dialogue() => note("the answer was ended; Ctrl-C again ends the program"),
             Finish::Cancelled => note("the answer was ended"),
             Finish::Stop => {}
         }
@@ -553,7 +563,7 @@ pub(crate) fn chat(args: &Chat) -> Result<u8, Failure> {
     }
     let opened = options.open()?;
     let vocab = opened.checkpoint.config().vocab_size;
-    let chosen = Chosen::new(&args.sampling, vocab, true)?;
+    let chosen = Chosen::new(&args.sampling, args.logprobs.logprobs, vocab, true)?;
     let Some(mut files) = text::vocabulary(&opened.checkpoint, true)? else {
         return Err(Failure::usage("there is no vocabulary", "put tiktoken.model into MODEL_DIR"));
     };
@@ -620,7 +630,7 @@ pub(crate) fn chat(args: &Chat) -> Result<u8, Failure> {
         prompt: if single { rendered } else { context },
         all_logits: false,
         tokenizer: vocabulary.bytes(),
-        beside: chosen.bytes(vocab) + keep.bytes(context) + 24 * context as u64,
+        beside: chosen.bytes(vocab, args.max_tokens.get()) + keep.bytes(context) + 24 * context as u64,
         speculate: args.speculate,
         ..Wanted::default()
     })?;

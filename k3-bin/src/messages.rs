@@ -5,11 +5,13 @@ use k3_core::chat::{
     Call, ChatError, Effort, Event, Malformed, Message, Parser, Part, Prompt, RenderError, ResponseFormat, Start,
     TAG_BYTES, Tag, Thinking, ToolChoice, Unwritten,
 };
+use k3_core::json;
 use k3_core::tokenizer::Control;
 use k3_core::view::TokenId;
 use k3_platform::error::Error;
 use k3_platform::vocabulary::Vocabulary;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 
 /// A call that owns its parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -98,6 +100,36 @@ pub(crate) fn unwritten<T>(what: Unwritten) -> Result<T, Failure> {
     Err(Failure::usage(ChatError::Unwritten(what).to_string(), "leave it out"))
 }
 
+/// Refuses JSON that has one meaning when it is written and another when it is read: a key that an object has
+/// twice, of which only the last would count, and integers that no 64 bits hold.
+pub(crate) fn one_meaning(bytes: &[u8]) -> Result<(), String> {
+    let mut parser = json::Parser::new(bytes);
+    // The keys of each object that is open.
+    let mut open: Vec<HashSet<String>> = Vec::new();
+    while let Some(event) = parser.next().map_err(|e| e.to_string())? {
+        match event {
+            json::Event::ObjectStart => open.push(HashSet::new()),
+            json::Event::ObjectEnd => {
+                open.pop();
+            }
+            json::Event::Key(key) => {
+                let key: String = key.chars().collect();
+                if open.last_mut().is_some_and(|keys| !keys.insert(key.clone())) {
+                    return Err(format!("byte {}: an object has {key:?} twice", parser.consumed()));
+                }
+            }
+            json::Event::Number(n) if !n.text().contains(['.', 'e', 'E']) => {
+                let text = n.text();
+                if text == "-0" || text.parse::<i64>().is_err() && text.parse::<u64>().is_err() {
+                    return Err(format!("byte {}: {text} does not fit a number of 64 bits", parser.consumed()));
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// The members of an object, each of which must be known. Null is as good as absent.
 fn known<'j>(value: &'j Value, what: &str, keys: &[&str]) -> Result<&'j Map<String, Value>, Failure> {
     let Some(object) = value.as_object() else { return refuse(format!("{what} is not an object")) };
@@ -147,6 +179,9 @@ impl Talk {
             Ok(json) => json,
             Err(error) => return refuse(format!("not JSON: {error}")),
         };
+        if let Err(fault) = one_meaning(bytes) {
+            return refuse(fault);
+        }
         let mut talk = Self::default();
         let list = if json.is_array() {
             &json
@@ -544,6 +579,9 @@ mod tests {
             (r#"{"messages": [], "response_format": {"type": "json_object"}}"#, "response format"),
             (r#"{"messages": [], "reasoning_effort": "medium"}"#, "medium"),
             (r#"{"messages": [], "temperature": 1}"#, "temperature"),
+            (r#"[{"role": "user", "content": "a", "content": "b"}]"#, "\"content\" twice"),
+            (r#"{"messages": [], "tools": [{"n": 18446744073709551616}]}"#, "18446744073709551616"),
+            (r#"{"messages": [], "tools": [{"n": [-0]}]}"#, "64 bits"),
         ] {
             let message = refused(json);
             assert!(message.contains(part), "{json}: {message}");

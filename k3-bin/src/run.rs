@@ -242,7 +242,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
     let vocab = opened.checkpoint.config().vocab_size;
     let mut files = text::vocabulary(&opened.checkpoint, matches!(prompt, Source::Text(_)))?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
-    let chosen = Chosen::new(&args.sampling, vocab, vocabulary.is_some())?;
+    let chosen = Chosen::new(&args.sampling, args.logprobs.logprobs, vocab, vocabulary.is_some())?;
     let keep = Keep::open(&args.session, &opened.checkpoint)?;
     let prompt = match (prompt, &vocabulary) {
         _ if resumes => keep.ids().to_vec(),
@@ -264,7 +264,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         all_logits: args.dump_logits.is_some(),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
         speculate: args.speculate,
-        beside: chosen.bytes(vocab) + keep.bytes(context),
+        beside: chosen.bytes(vocab, args.max_tokens) + keep.bytes(context),
         ..Wanted::default()
     })?;
     let config = *run.engine.checkpoint().config();
@@ -360,7 +360,7 @@ fn end(
             "model": engine.checkpoint().dir().display().to_string(),
             "prompt_ids": numbers(prompt),
             "generated_ids": numbers(generated),
-        "text": vocabulary.map(|_| String::from_utf8_lossy(&watch.out.text)),
+            "text": vocabulary.map(|_| String::from_utf8_lossy(&watch.out.text)),
             "finish_reason": outcome.finish.name(),
             "stopped_by": {"id": outcome.stop.map(|id| id.0), "text": stop_text},
             "logprobs": picker.json(prompt.len(), generated, vocabulary),

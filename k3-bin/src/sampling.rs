@@ -23,7 +23,7 @@ pub(crate) struct Chosen {
 
 impl Chosen {
     /// Refuses what has no meaning, and what would have no effect.
-    pub(crate) fn new(args: &Sampling, vocab: usize, texts: bool) -> Result<Self, Failure> {
+    pub(crate) fn new(args: &Sampling, logprobs: Option<u16>, vocab: usize, texts: bool) -> Result<Self, Failure> {
         let outside = |flag: &str, id: u32| {
             let hint = format!("ids are 0 to {}", vocab - 1);
             Failure::usage(format!("{flag}: token id {id} is not in the vocabulary"), hint)
@@ -71,7 +71,7 @@ impl Chosen {
                 Stop::Text(text) => stop_texts.push(text.clone()),
             }
         }
-        Ok(Self { settings, bias, logprobs: args.logprobs.map(usize::from), stop_ids, stop_texts })
+        Ok(Self { settings, bias, logprobs: logprobs.map(|n| usize::from(n).min(vocab)), stop_ids, stop_texts })
     }
 
     /// Whether an option says that this id ends a text.
@@ -84,24 +84,42 @@ impl Chosen {
         Stops::new(self.stop_texts.clone())
     }
 
-    /// The picker.
+    /// A picker of its own.
     pub(crate) fn picker(&self, vocab: usize) -> Picker<'_> {
-        let sampler = Sampler::new(Settings { bias: &self.bias, ..self.settings }).ok();
-        let scratch = vec![Candidate::EMPTY; self.candidates(vocab)];
-        Picker { sampler, scratch, logprobs: self.logprobs, picked: BTreeMap::new() }
+        Picker { scratch: vec![Candidate::EMPTY; self.candidates(vocab)], ..self.picker_among() }
     }
 
-    fn candidates(&self, vocab: usize) -> usize {
+    /// A picker that has to be lent [`Chosen::candidates`] for each pick.
+    pub(crate) fn picker_among(&self) -> Picker<'_> {
+        let sampler = Sampler::new(Settings { bias: &self.bias, ..self.settings }).ok();
+        Picker { sampler, scratch: Vec::new(), logprobs: self.logprobs, picked: BTreeMap::new() }
+    }
+
+    /// Candidates that picking needs.
+    pub(crate) fn candidates(&self, vocab: usize) -> usize {
         let sampler = Sampler::new(Settings { bias: &self.bias, ..self.settings });
         let needed = sampler.map_or(0, |sampler| sampler.scratch_len(vocab));
         if self.logprobs.is_some() { vocab } else { needed }
     }
 
-    /// Bytes that a picker holds.
-    pub(crate) fn bytes(&self, vocab: usize) -> u64 {
-        (self.candidates(vocab) * size_of::<Candidate>()) as u64
+    /// Bytes that a picker and what it remembers of a text of so many tokens hold.
+    pub(crate) fn bytes(&self, vocab: usize, tokens: usize) -> u64 {
+        let (remembered, json) = self.told(tokens);
+        (self.candidates(vocab) * size_of::<Candidate>()) as u64 + remembered + json
+    }
+
+    /// Bytes of the log-probabilities of so many tokens, and of the JSON that is made of them.
+    pub(crate) fn told(&self, tokens: usize) -> (u64, u64) {
+        let all = self.logprobs.map_or(0, |n| (n as u64 + 1).saturating_mul(tokens as u64));
+        (all.saturating_mul(LOGPROB_BYTES), all.saturating_mul(LOGPROB_JSON_BYTES))
     }
 }
+
+/// Bytes of one log-probability that is remembered, with room for a list that grows and a place's own part.
+const LOGPROB_BYTES: u64 = 64;
+
+/// Bytes of its JSON: a tree's node for three members, their names, a text, and what is printed of it.
+const LOGPROB_JSON_BYTES: u64 = 1300;
 
 /// Chooses ids, and remembers what there was to choose from.
 pub(crate) struct Picker<'s> {
@@ -120,20 +138,39 @@ struct Picked {
 
 impl Pick for Picker<'_> {
     fn pick(&mut self, position: usize, history: &[TokenId], logits: &[f32]) -> Result<TokenId, Error> {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let picked = self.pick_among(position, history, logits, &mut scratch);
+        self.scratch = scratch;
+        picked
+    }
+}
+
+impl Picker<'_> {
+    /// As [`Pick::pick`], with scratch that others use, too.
+    pub(crate) fn pick_among(
+        &mut self,
+        position: usize,
+        history: &[TokenId],
+        logits: &[f32],
+        scratch: &mut [Candidate],
+    ) -> Result<TokenId, Error> {
         // Options and logits were checked: nothing is left to go wrong.
         let sampler = self.sampler.ok_or(Error::Order)?;
-        let id = sampler.pick(position as u64, history, logits, &mut self.scratch).map_err(|_| Error::Order)?;
+        let id = sampler.pick(position as u64, history, logits, scratch).map_err(|_| Error::Order)?;
         if let Some(most) = self.logprobs {
             let mut best = Vec::new();
-            top_logprobs(logits, most, &mut self.scratch, |id, p| best.push((id, p))).map_err(|_| Error::Order)?;
+            top_logprobs(logits, most, scratch, |id, p| best.push((id, p))).map_err(|_| Error::Order)?;
             let nll = k3_core::ops::loss::nll(logits, id).ok().flatten().ok_or(Error::Order)?;
             self.picked.insert(position, Picked { id, logprob: -nll, best });
         }
         Ok(id)
     }
-}
 
-impl Picker<'_> {
+    /// Whether log-probabilities were asked for.
+    pub(crate) const fn tells(&self) -> bool {
+        self.logprobs.is_some()
+    }
+
     /// Forgets what there was to choose from.
     pub(crate) fn forget(&mut self) {
         self.picked.clear();

@@ -1,5 +1,7 @@
 //! The command as a user meets it.
 
+#[path = "command/chat.rs"]
+mod chat;
 #[path = "command/ends.rs"]
 mod ends;
 #[path = "command/faults.rs"]
@@ -923,6 +925,137 @@ fn a_batch_gives_the_texts_of_single_runs_and_goes_on_where_it_was_broken_off() 
     refused(&output, &[], 2, "another batch");
 }
 
+/// Options on the command line, on a line, and both; each text is that of a run with the same ones.
+#[test]
+fn a_batch_draws_what_single_runs_draw() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let demo = k3_tests::root().join("fixtures/demo");
+    let alone = |more: &[&str]| {
+        let mut command = k3();
+        command.args(["run", "--json", "--quiet", "--memory", "64M", "--ignore-eos", "--max-tokens", "9"]);
+        object(command.args(["--prompt", "In the beginning"]).args(more).arg(&demo))
+    };
+    let plain = alone(&[]);
+    let id = plain["generated_ids"][3].to_string();
+    let words = plain["text"].as_str().expect("text");
+    let cut = &words[words.len() / 2..words.len() / 2 + 3];
+    let warm = ["--temperature", "1.3", "--seed", "5", "--top-p", "0.9"];
+    let cases: &[(&str, &[&str])] = &[
+        ("", &warm),
+        (r#""seed": 6"#, &["--temperature", "1.3", "--seed", "6", "--top-p", "0.9"]),
+        (r#""temperature": 0"#, &[]),
+        (
+            r#""temperature": 0.7, "top_k": 40, "min_p": 0.01, "logprobs": 2"#,
+            &[
+                "--temperature",
+                "0.7",
+                "--seed",
+                "5",
+                "--top-p",
+                "0.9",
+                "--top-k",
+                "40",
+                "--min-p",
+                "0.01",
+                "--logprobs",
+                "2",
+            ],
+        ),
+        (
+            r#""temperature": 0, "repeat_penalty": 1.5, "logit_bias": {"7": 2.5, "40": "-inf"}"#,
+            &["--repeat-penalty", "1.5", "--logit-bias", "7=2.5", "--logit-bias", "40=-inf"],
+        ),
+        (
+            &format!(r#""temperature": 0, "stop": {}"#, serde_json::Value::from(cut)),
+            &["--stop", &format!("text:{cut}")],
+        ),
+        (&format!(r#""temperature": 0, "stop": ["never there", {id}]"#), &["--stop", "never there", "--stop", &id]),
+    ];
+    let lines: Vec<_> = (0..)
+        .zip(cases)
+        .map(|(i, (own, _))| {
+            let comma = if own.is_empty() { "" } else { ", " };
+            format!(r#"{{"id": {i}, "prompt": "In the beginning"{comma}{own}}}"#)
+        })
+        .collect();
+    std::fs::write(&input, lines.join("\n")).expect("write");
+    let summary = object(&mut batch(&input, &output, &[&["--json", "--in-flight", "4"], &warm[..]].concat()));
+    assert_eq!(summary["ended"], cases.len());
+    let results = results(&output);
+    for (i, (own, flags)) in cases.iter().enumerate() {
+        let (result, alone) = (&results[&i.to_string()], alone(flags));
+        for field in ["generated_ids", "text", "finish_reason", "stopped_by", "logprobs"] {
+            assert_eq!(result[field], alone[field], "{field}: {own}");
+        }
+    }
+    assert_ne!(results["0"]["text"], results["1"]["text"]);
+    // With other options it is another batch.
+    let other =
+        batch(&input, &output, &["--temperature", "1.3", "--seed", "4", "--top-p", "0.9"]).output().expect("k3");
+    assert_eq!(code(&other), 2, "{}", text(&other.stderr));
+    assert!(text(&other.stderr).contains("not the output of this batch"));
+}
+
+/// One row of the embedding is infinite: texts that read this id are named, and all others are as ever.
+#[test]
+fn a_text_that_goes_non_finite_is_named_and_stops_no_other() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let model = folder.path().join("model");
+    k3_tests::copy_dir(&k3_tests::root().join("fixtures/demo"), &model);
+    let index = json(&model.join("model.safetensors.index.json"));
+    let name = "language_model.model.embed_tokens.weight";
+    let shard = model.join(index["weight_map"][name].as_str().expect("a shard"));
+    let mut bytes = std::fs::read(&shard).expect("a shard");
+    let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("a length");
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + len]).expect("a header");
+    let width = usize::try_from(header[name]["shape"][1].as_u64().expect("a width")).expect("a width");
+    let begin = usize::try_from(header[name]["data_offsets"][0].as_u64().expect("a place")).expect("a place");
+    let at = 8 + len + begin + 2 * (width * 300 + 5);
+    bytes[at..at + 2].copy_from_slice(&0x7f80u16.to_le_bytes());
+    std::fs::write(&shard, bytes).expect("write");
+
+    let lines = [
+        r#"{"id": "good", "ids": [40, 5, 6]}"#,
+        r#"{"id": "bad", "ids": [40, 5, 300, 6]}"#,
+        r#"{"id": "long", "ids": [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21], "max_tokens": 4}"#,
+        r#"{"id": "later", "ids": [9], "logit_bias": {"300": 1000}, "max_tokens": 3}"#,
+        r#"{"id": "last", "ids": [41], "max_tokens": 12}"#,
+    ];
+    std::fs::write(&input, lines.join("\n")).expect("write");
+    let run = |model: &Path, output: &Path, more: &[&str]| {
+        let mut command = k3();
+        command.arg("batch").arg("--input").arg(&input).arg("--output").arg(output).arg(model);
+        command.args(["--json", "--quiet", "--memory", "64M", "--ignore-eos", "--max-tokens", "6"]).args(more);
+        command.output().expect("k3")
+    };
+    let sound = folder.path().join("sound.jsonl");
+    let answer = run(&k3_tests::root().join("fixtures/demo"), &sound, &[]);
+    assert_eq!(code(&answer), 0, "{}", text(&answer.stderr));
+    let sound = results(&sound);
+    for more in [&["--in-flight", "3", "--chunk", "5"][..], &["--in-flight", "1"], &[]] {
+        let answer = run(&model, &output, more);
+        assert_eq!(code(&answer), 6, "{}", text(&answer.stderr));
+        let said = text(&answer.stderr);
+        for part in ["line 2 (id \"bad\"): ", "line 4 (id \"later\"): ", "position 2 in the embedding", "2 of 5 texts"]
+        {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        let summary: serde_json::Value = serde_json::from_slice(&answer.stdout).expect("JSON");
+        assert_eq!((&summary["ended"], &summary["failed"][0]["line"]), (&3.into(), &2.into()), "{summary}");
+        let found = results(&output);
+        assert_eq!(found.keys().collect::<Vec<_>>(), ["\"good\"", "\"last\"", "\"long\""]);
+        assert!(found.iter().all(|(id, result)| *result == sound[id]), "{found:?}");
+        // What is missing is tried again, and nothing else.
+        let again = run(&model, &output, more);
+        assert_eq!(code(&again), 6, "{}", text(&again.stderr));
+        let summary: serde_json::Value = serde_json::from_slice(&again.stdout).expect("JSON");
+        assert_eq!((&summary["ended"], &summary["done_before"]), (&0.into(), &3.into()));
+        std::fs::remove_file(&output).expect("remove");
+    }
+}
+
 #[test]
 fn wrong_lines_of_a_batch_are_told_by_number_before_anything_runs() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -960,6 +1093,18 @@ fn wrong_lines_of_a_batch_are_told_by_number_before_anything_runs() {
         (r#"{"id": 2, "prompt": ""}"#, "line 2: the prompt is empty"),
         (r#"{"id": 2, "ids": [1], "max_tokens": -1}"#, "max_tokens"),
         (r#"{"id": 2, "ids": [1], "temprature": 1}"#, "temprature"),
+        (r#"{"id": 2, "ids": [1], "ids": [2]}"#, "line 2: byte"),
+        (r#"{"id": 2, "ids": [1], "temperature": -1}"#, "line 2: temperature -1"),
+        (r#"{"id": 2, "ids": [1], "temperature": "1"}"#, "line 2: \"temperature\" is no number"),
+        (r#"{"id": 2, "ids": [1], "temperature": 1, "top_p": 1.5}"#, "line 2: top-p 1.5"),
+        (r#"{"id": 2, "ids": [1], "temperature": 1, "top_k": 0}"#, "line 2: top-k 0"),
+        (r#"{"id": 2, "ids": [1], "seed": 4}"#, "line 2: \"seed\" has no effect"),
+        (r#"{"id": 2, "ids": [1], "temperature": 0, "min_p": 0.5}"#, "line 2: min-p has no effect"),
+        (r#"{"id": 2, "ids": [1], "stop": ""}"#, "line 2: \"\" in \"stop\""),
+        (r#"{"id": 2, "ids": [1], "stop": ["a", 70000]}"#, "line 2: stop: token id 70000"),
+        (r#"{"id": 2, "ids": [1], "logit_bias": {"x": 1}}"#, "line 2: \"x\": 1 in \"logit_bias\""),
+        (r#"{"id": 2, "ids": [1], "logit_bias": {"70000": 1}}"#, "line 2: logit-bias: token id 70000"),
+        (r#"{"id": 2, "ids": [1], "logprobs": 1001}"#, "line 2: \"logprobs\" is no count up to 1000"),
     ] {
         let answer = say(&[good, line], &[]);
         assert!(answer.contains(said), "{answer}");

@@ -9,15 +9,22 @@
 //! they were given. Each pass reads the next id of every text that is being generated; what is left of
 //! the chunk goes to prompts that are still being read, the oldest first. A text that ends makes room
 //! for the next prompt at once. Each text is the one that its prompt would get alone.
+//!
+//! A value that is not finite ends the one text it belongs to. The pass is lost, and with it what the
+//! sequences in it remember: the others are read again from their beginning, and go on as if nothing had
+//! been. A weight that is not finite belongs to no text and ends them all.
 
+#[cfg(doc)]
+use crate::generate::Pick;
 #[cfg(doc)]
 use crate::plan::Plan;
 
 use crate::engine::{Engine, Share};
 use crate::error::Error;
-use crate::generate::{Finish, Pick};
-use k3_core::model::Observer;
+use crate::generate::Finish;
+use k3_core::model::{ForwardError, Observer, Place};
 use k3_core::view::TokenId;
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 /// A prompt.
@@ -38,9 +45,26 @@ pub struct Text<'a> {
     pub ids: &'a [TokenId],
     /// Why it ended.
     pub finish: Finish,
+    /// The id that ended it, if one did; it is no part of it.
+    pub stop: Option<TokenId>,
 }
 
-/// Watches a batch.
+/// What each text is made by. Texts are named by the numbers of their prompts.
+#[derive(Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Positions of each sequence; at most the plan's context.
+    pub context: usize,
+    /// Whether an id ends the text of this number. Such an id is no part of it.
+    pub stops: &'a dyn Fn(usize, TokenId) -> bool,
+}
+
+impl std::fmt::Debug for Wanted<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Wanted").field("context", &self.context).finish_non_exhaustive()
+    }
+}
+
+/// Chooses the ids of a batch, and watches it.
 pub trait Listener: Observer {
     /// Why it gives up.
     type Error: From<Error>;
@@ -50,11 +74,36 @@ pub trait Listener: Observer {
         let _ = (in_flight, ids);
     }
 
+    /// The next id of the text of this number, as [`Pick::pick`] gives it to one alone.
+    ///
+    /// # Errors
+    /// [`Error::Order`] if there is nothing to choose from.
+    fn pick(&mut self, number: usize, position: usize, history: &[TokenId], logits: &[f32]) -> Result<TokenId, Error>;
+
+    /// An id of a text was picked, and does not end it. `Break` ends the text behind it, for the reason it
+    /// gives.
+    ///
+    /// # Errors
+    /// The listener's own, which ends the batch.
+    fn token(&mut self, number: usize, id: TokenId) -> Result<ControlFlow<Finish>, Self::Error> {
+        let _ = (number, id);
+        Ok(ControlFlow::Continue(()))
+    }
+
     /// A text has ended.
     ///
     /// # Errors
     /// The listener's own, which ends the batch.
     fn ended(&mut self, text: Text<'_>) -> Result<(), Self::Error>;
+
+    /// The arithmetic of a text is not finite: it is given up, and the others go on.
+    ///
+    /// # Errors
+    /// The listener's own, which ends the batch: `error` itself, unless it says otherwise.
+    fn failed(&mut self, number: usize, error: Error) -> Result<(), Self::Error> {
+        let _ = number;
+        Err(error.into())
+    }
 }
 
 /// What became of a batch.
@@ -62,6 +111,8 @@ pub trait Listener: Observer {
 pub struct Outcome {
     /// Texts that have ended.
     pub ended: usize,
+    /// Texts that were given up.
+    pub failed: usize,
     /// Whether the stop flag was set before all had.
     pub cancelled: bool,
     /// Passes over the weights.
@@ -87,17 +138,14 @@ struct Flight {
     read: usize,
 }
 
-/// Generates the texts of `prompts`. `context` is the most positions of each, and at most the plan's;
-/// `stops` says whether an id ends a text, of which it is no part.
+/// Generates the texts of `prompts`.
 ///
 /// # Errors
-/// Those of the passes, of the picker and of the listener. Texts that have not ended are lost.
+/// Those of the passes and of the listener. Texts that have not ended are lost.
 pub fn run<L: Listener>(
     engine: &mut Engine,
     prompts: &[Prompt],
-    context: usize,
-    stops: &dyn Fn(TokenId) -> bool,
-    picker: &mut impl Pick,
+    wanted: &Wanted<'_>,
     listener: &mut L,
 ) -> Result<Outcome, L::Error> {
     let started = Instant::now();
@@ -132,7 +180,12 @@ pub fn run<L: Listener>(
                 outcome.cancelled = true;
                 break;
             }
-            other => other?,
+            Err(error) => {
+                give_up(engine, &mut flights, &shares, error, listener)?;
+                outcome.failed += 1;
+                continue;
+            }
+            Ok(()) => {}
         }
         outcome.read += ids.len() as u64;
         let mut rows = rows.chunks_exact(vocab);
@@ -145,11 +198,11 @@ pub fn run<L: Listener>(
             }
             let row = rows.next().ok_or(Error::Order)?;
             let before = flight.ids.len();
-            let finish = flight.advance(row, context, stops, picker)?;
+            let finish = flight.advance(row, wanted, listener)?;
             outcome.generated += (flight.ids.len() - before) as u64;
-            if let Some(finish) = finish {
+            if let Some((finish, stop)) = finish {
                 let ids = flight.ids.get(flight.prompt..).unwrap_or_default();
-                listener.ended(Text { number: flight.number, ids, finish })?;
+                listener.ended(Text { number: flight.number, ids, finish, stop })?;
                 outcome.ended += 1;
                 *slot = None;
             }
@@ -159,27 +212,57 @@ pub fn run<L: Listener>(
     Ok(outcome)
 }
 
+/// Gives up the text in whose arithmetic a value is not finite, and has the others of its pass begin again.
+/// Any other error ends the batch.
+fn give_up<L: Listener>(
+    engine: &mut Engine,
+    flights: &mut [Option<Flight>],
+    shares: &[Share],
+    error: Error,
+    listener: &mut L,
+) -> Result<(), L::Error> {
+    let sequence = match &error {
+        Error::Forward(inner) => match **inner {
+            ForwardError::NonFinite { place: Place::Weight(_), .. } => None,
+            ForwardError::NonFinite { sequence, .. } => shares.get(sequence),
+            _ => None,
+        },
+        _ => None,
+    };
+    let Some(slot) = sequence.and_then(|share| flights.get_mut(share.sequence)) else { return Err(error.into()) };
+    let flight = slot.take().ok_or(Error::Order)?;
+    listener.failed(flight.number, error)?;
+    for share in shares {
+        engine.reset_sequence(share.sequence)?;
+        if let Some(flight) = flights.get_mut(share.sequence).ok_or(Error::Order)? {
+            flight.read = 0;
+        }
+    }
+    Ok(())
+}
+
 impl Flight {
-    /// Picks an id, and says whether the text has ended.
-    fn advance(
+    /// Picks an id, and says whether the text has ended and by which id.
+    fn advance<L: Listener>(
         &mut self,
         logits: &[f32],
-        context: usize,
-        stops: &dyn Fn(TokenId) -> bool,
-        picker: &mut impl Pick,
-    ) -> Result<Option<Finish>, Error> {
+        wanted: &Wanted<'_>,
+        listener: &mut L,
+    ) -> Result<Option<(Finish, Option<TokenId>)>, L::Error> {
         if self.max_tokens == 0 {
-            return Ok(Some(Finish::Length));
+            return Ok(Some((Finish::Length, None)));
         }
-        let id = picker.pick(self.ids.len(), &self.ids, logits)?;
-        if stops(id) {
-            return Ok(Some(Finish::Stop));
+        let id = listener.pick(self.number, self.ids.len(), &self.ids, logits)?;
+        if (wanted.stops)(self.number, id) {
+            return Ok(Some((Finish::Stop, Some(id))));
         }
         self.ids.push(id);
-        Ok(if self.ids.len() - self.prompt == self.max_tokens {
-            Some(Finish::Length)
-        } else if self.ids.len() > context {
-            Some(Finish::Context)
+        Ok(if let ControlFlow::Break(finish) = listener.token(self.number, id)? {
+            Some((finish, None))
+        } else if self.ids.len() - self.prompt == self.max_tokens {
+            Some((Finish::Length, None))
+        } else if self.ids.len() > wanted.context {
+            Some((Finish::Context, None))
         } else {
             None
         })

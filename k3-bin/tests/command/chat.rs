@@ -1,19 +1,16 @@
 //! Sampling, conversations and sessions as a user meets them.
 
-use k3_tests::{checkpoints, root};
+use super::tiny;
+use k3_tests::root;
 use serde_json::Value;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 fn k3(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_k3"));
-    command.env_remove("K3_MODEL").stdin(Stdio::null()).args(args);
+    let mut command = super::k3();
+    command.args(args);
     command
-}
-
-fn tiny() -> PathBuf {
-    checkpoints().swap_remove(0)
 }
 
 fn output(args: &[&str]) -> Output {
@@ -164,6 +161,7 @@ fn what_has_no_meaning_or_no_effect_is_refused() {
         (&["--session", "/dev/null"], "not a regular file"),
         (&["--session", "s", "--no-incremental"], "cannot be used"),
         (&["--session", "s", "--dump-logits", "l.npy"], "cannot be used"),
+        (&["--parse-special"], "cannot be used"),
     ];
     for (args, part) in cases {
         let output = output(&[&["run", "--ids", "1"], *args].concat());
@@ -180,6 +178,7 @@ fn what_has_no_meaning_or_no_effect_is_refused() {
         (&["--message", "x", "--max-tokens", "0"], "max-tokens"),
         (&["--message", "x", "--tools", "/nowhere/at/all"], "/nowhere/at/all"),
         (&["--message", "x", "--tools", "/dev/null"], "tool"),
+        (&["--message", "x", "--json", "--hide-thinking"], "cannot be used"),
     ];
     for (args, part) in chats {
         let output = output(&[&["chat"], *args].concat());
@@ -277,12 +276,20 @@ fn the_least_budget_is_kept() {
             ["--session", utf8(&session), "--memory", memory, "--threads", "1", "--think", "off", "--context", "300"];
         output(&[&args[..], &more].concat())
     };
+    keeps_least_budget(&attempt, 2);
+    // Log-probabilities are most of this: they were not counted once.
+    let many = ["run", "--json", "--ids", "5,6", "--max-tokens", "60", "--ignore-eos", "--logprobs", "1000"];
+    keeps_least_budget(&|memory| output(&[&many[..], &["--memory", memory, "--threads", "1"]].concat()), 1);
+}
+
+/// Learns the least budget from a refusal, and holds so many runs to it.
+fn keeps_least_budget(attempt: &dyn Fn(&str) -> Output, times: usize) {
     let refused = attempt("1M");
     assert_eq!(refused.status.code(), Some(4), "{}", err(&refused));
     let message = err(&refused);
     let floor = message.split("the least is ").nth(1).and_then(|rest| rest.split(['(', ' ']).nth(3));
     let floor: u64 = floor.and_then(|f| f.parse().ok()).unwrap_or_else(|| panic!("no floor in {message}"));
-    for _ in 0..2 {
+    for _ in 0..times {
         let object = json(&attempt(&floor.to_string()));
         let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
         assert!(peak <= floor, "peak {peak} of {floor}");
@@ -385,6 +392,21 @@ fn turns_go_on() {
     let both = [&first, &second].map(|o| o["message"]["content"].as_str().expect("text").to_owned() + "\n").concat();
     assert_eq!(String::from_utf8_lossy(&output.stdout), both);
 
+    // What is saved replaces no file that is in use.
+    let model = folder.path().join("model");
+    k3_tests::copy_dir(&tiny(), &model);
+    let config = std::fs::read(model.join("config.json")).expect("a config");
+    let before = std::fs::read(&session).expect("a session");
+    let script = format!("/save {}\n/save {}\n/quit\n", utf8(&model.join("config.json")), utf8(&session));
+    let args = ["chat", "--memory", "64M", "--quiet", "--session", utf8(&session)];
+    let mut child = k3(&args).arg(&model).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+    child.stdin.take().expect("a pipe").write_all(script.as_bytes()).expect("write");
+    let output = child.wait_with_output().expect("k3");
+    assert!(err(&output).contains("a file of the model"), "{}", err(&output));
+    assert!(err(&output).contains("named twice"), "{}", err(&output));
+    assert!(std::fs::read(model.join("config.json")).expect("a config") == config);
+    assert!(std::fs::read(&session).expect("a session") == before);
+
     // A session of k3 run is none of a chat.
     let other = folder.path().join("run.k3");
     run(&[&PROMPT[..], &["--max-tokens", "2", "--session", utf8(&other)]].concat());
@@ -443,4 +465,97 @@ fn the_demo_says_that_it_does_not_answer() {
     assert_eq!(output.status.code(), Some(0), "{}", err(&output));
     assert!(err(&output).contains("base model"), "{}", err(&output));
     assert!(!output.stdout.is_empty(), "it continues the text");
+}
+
+/// A command at a terminal of its own: `script` makes one, and passes on what is written to it.
+struct Terminal {
+    child: std::process::Child,
+    seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>>,
+}
+
+impl Terminal {
+    /// `None` where there is no `script`.
+    fn new(args: &[&str], dir: &Path) -> Option<Self> {
+        let word = |word: &str| format!(" '{}'", word.replace('\'', r"'\''"));
+        let words = [&[env!("CARGO_BIN_EXE_k3")], args, &[utf8(dir)]].concat();
+        let line = "exec".to_owned() + &words.into_iter().map(word).collect::<String>();
+        let mut script = Command::new("script");
+        script.args(["-q", "-e", "-f", "-c", &line, "/dev/null"]).env_remove("K3_MODEL").env("TERM", "xterm");
+        script.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let Ok(mut child) = script.spawn() else {
+            println!("SKIPPED: script(1) is not here, which would make a terminal");
+            return None;
+        };
+        let seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>> = std::sync::Arc::default();
+        let (mut out, into) = (child.stdout.take().expect("a pipe"), std::sync::Arc::clone(&seen));
+        std::thread::spawn(move || {
+            let mut block = [0; 4096];
+            while let Ok(n @ 1..) = std::io::Read::read(&mut out, &mut block) {
+                into.lock().expect("no panic").extend_from_slice(&block[..n]);
+            }
+        });
+        Some(Self { child, seen })
+    }
+
+    fn seen(&self) -> String {
+        String::from_utf8_lossy(&self.seen.lock().expect("no panic")).into_owned()
+    }
+
+    fn count(&self, what: &str) -> usize {
+        self.seen().matches(what).count()
+    }
+
+    /// Waits until `count` times `what` was shown.
+    fn wait_for(&self, what: &str, count: usize) {
+        let started = std::time::Instant::now();
+        while self.count(what) < count {
+            assert!(started.elapsed().as_secs() < 120, "no {what:?} in {}", self.seen());
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+
+    fn types(&mut self, keys: &str) {
+        self.child.stdin.as_mut().expect("a pipe").write_all(keys.as_bytes()).expect("write");
+    }
+
+    fn ends(&mut self) -> Option<i32> {
+        self.child.wait().expect("script").code()
+    }
+}
+
+/// The story: each line was read with a buffer of its own, and what else had been typed was lost with it.
+#[test]
+fn lines_that_are_typed_ahead_are_all_read() {
+    let args = ["chat", "--memory", "200M", "--think", "off", "--max-tokens", "3", "--quiet"];
+    let Some(mut terminal) = Terminal::new(&args, &root().join("fixtures/demo")) else { return };
+    terminal.wait_for("> ", 1);
+    terminal.types("one\ntwo\n/stats\nthree\n/stats\n/quit\n");
+    assert_eq!(terminal.ends(), Some(0), "{}", terminal.seen());
+    for part in ["2 turns", "3 turns"] {
+        assert!(terminal.seen().contains(part), "{part}: {}", terminal.seen());
+    }
+}
+
+#[test]
+fn ctrl_c_ends_the_answer_and_a_second_one_the_program() {
+    let args = ["chat", "--memory", "200M", "--think", "off", "--max-tokens", "3000", "--quiet"];
+    let dir = root().join("fixtures/demo");
+    let Some(mut terminal) = Terminal::new(&args, &dir) else { return };
+    terminal.wait_for("> ", 1);
+    // At the prompt two of them are needed, with nothing between.
+    terminal.types("half a line\x03");
+    terminal.wait_for("Ctrl-C again, or /quit", 1);
+    terminal.types("/think off\n\x03");
+    terminal.wait_for("Ctrl-C again, or /quit", 2);
+    for turn in 1..=2 {
+        let (answers, prompts) = (terminal.count("And"), terminal.count("> "));
+        terminal.types("Behold\n");
+        // The model's answers begin with it.
+        terminal.wait_for("And", answers + 1);
+        terminal.types("\x03");
+        terminal.wait_for("the answer was ended", turn);
+        terminal.wait_for("> ", prompts + 1);
+    }
+    terminal.types("\x03");
+    assert_eq!(terminal.ends(), Some(130), "{}", terminal.seen());
 }
