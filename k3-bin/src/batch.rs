@@ -218,6 +218,8 @@ fn line(args: &Args, number: usize, bytes: &[u8]) -> Result<Line, String> {
     let value: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
     messages::one_meaning(bytes)?;
     let Value::Object(mut fields) = value else { return Err("this is no object".to_owned()) };
+    // As in messages: null is as good as absent.
+    fields.retain(|_, value| !value.is_null());
     let id = match fields.remove("id") {
         Some(id @ (Value::String(_) | Value::Number(_))) => id,
         Some(_) => return Err("\"id\" is neither a string nor a number".to_owned()),
@@ -313,6 +315,8 @@ fn jobs(
     checkpoint: &Checkpoint,
 ) -> Result<Vec<Job>, Failure> {
     let vocab = checkpoint.config().vocab_size;
+    // What is wrong with the command's own options is no line's fault.
+    Chosen::new(&args.sampling, args.logprobs, vocab, vocabulary.is_some())?;
     let (mut jobs, mut faults) = (Vec::new(), Vec::new());
     for Line { number, id, prompt, max_tokens, sampling, logprobs } in lines {
         let ids = match (prompt, vocabulary) {

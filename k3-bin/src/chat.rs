@@ -8,6 +8,7 @@ use crate::messages::{self, Ending, Own, Reader, Role, Talk};
 use crate::output::{self, Output};
 use crate::report::{self, Progress};
 use crate::sampling::{Chosen, Picker};
+use crate::signals;
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Stops, Streamed};
 use k3_core::chat::{Malformed, Start, TAG_BYTES, Tag, Thinking};
@@ -140,10 +141,13 @@ struct Watch<'w, 'v> {
     turned: bool,
     reading: bool,
     max_tokens: usize,
+    /// When the first layer of all was done.
+    first_layer: Option<Instant>,
 }
 
 impl Observer for Watch<'_, '_> {
     fn layer(&mut self, layer: LayerIndex, running_sum: &[f32]) {
+        self.first_layer.get_or_insert_with(Instant::now);
         self.progress.layer(layer, running_sum);
     }
 }
@@ -199,9 +203,13 @@ struct Turn {
     outcome: Outcome,
     /// Ids of the whole prompt.
     prompt: usize,
+    /// When its first layer was done.
+    first_layer: Option<Instant>,
     message: Own,
     malformed: Option<Malformed>,
     stop_text: Option<Vec<u8>>,
+    /// Whoever read standard output went away.
+    closed: bool,
     saved: Result<(), Failure>,
 }
 
@@ -280,6 +288,7 @@ impl Conversation<'_> {
             turned: false,
             reading: false,
             max_tokens: self.args.max_tokens.get(),
+            first_layer: None,
         };
         let wanted = generate::Wanted {
             max_tokens: self.args.max_tokens.get(),
@@ -299,13 +308,13 @@ impl Conversation<'_> {
             }
         };
         watch.show.finish()?;
-        let Watch { mut reader, show, .. } = watch;
+        let Watch { mut reader, show, first_layer, .. } = watch;
         let (ending, malformed) = (reader.ending(&self.vocabulary), reader.malformed);
         let mut message = match reader.done.pop() {
             Some(message) => message,
             None => reader.unfinished().unwrap_or_else(|| Own::new(Role::Assistant, Vec::new())),
         };
-        let stop_text = show.stops.found().map(<[u8]>::to_vec);
+        let (stop_text, closed) = (show.stops.found().map(<[u8]>::to_vec), show.closed);
         if let Some(stop) = &stop_text
             && let Some(at) = message.content.windows(stop.len()).position(|part| part == stop)
         {
@@ -335,10 +344,11 @@ impl Conversation<'_> {
         if saved.is_err() {
             self.begun = false;
         }
-        Ok(Turn { outcome, prompt, message, malformed, stop_text, saved })
+        Ok(Turn { outcome, prompt, first_layer, message, malformed, stop_text, closed, saved })
     }
 
-    fn json(&self, turn: &Turn, open: Duration, total: Duration) -> Value {
+    /// The answer as JSON, of a command that `started` then.
+    fn json(&self, turn: &Turn, open: Duration, started: Instant) -> Value {
         let engine = &self.run.engine;
         let stats = engine.stats();
         let Turn { outcome, prompt, .. } = turn;
@@ -364,8 +374,9 @@ impl Conversation<'_> {
             "io": io,
             "speculation": (self.args.speculate > 0).then(|| report::guesses(&outcome.guesses)),
             "seconds": {
-                "total": total.as_secs_f64(),
+                "total": started.elapsed().as_secs_f64(),
                 "open": open.as_secs_f64(),
+                "first_layer": turn.first_layer.map(|done| done.duration_since(started).as_secs_f64()),
                 "prefill": outcome.prefill.as_secs_f64(),
                 "per_token": outcome.per_token(),
                 "waited_for_disk": stats.waited().as_secs_f64(),
@@ -478,12 +489,18 @@ impl Conversation<'_> {
             }
             self.talk.messages.push(Own::new(Role::User, line));
             match self.answer() {
+                // Nobody is there to hear more.
+                Ok(turn) if turn.closed => return turn.saved.map(|()| 0),
                 Ok(turn) => {
                     self.tell(&turn);
                     // Whoever ended the answer need not say twice more that they want to go.
                     interrupts = u32::from(turn.outcome.finish == Finish::Cancelled);
                     if let Err(failure) = turn.saved {
                         failure.print();
+                    }
+                    // Ctrl-C is for the answer. Whoever terminates means the program.
+                    if turn.outcome.finish == Finish::Cancelled && signals::terminated() {
+                        return Ok(signals::code());
                     }
                 }
                 // What was asked can be asked again, shorter; everything else ends the program.
@@ -511,7 +528,9 @@ impl Conversation<'_> {
         match turn.outcome.finish {
             Finish::Length => note("the answer was cut at --max-tokens"),
             Finish::Context => note("the context is full: /reset begins again, --context makes more room"),
-            Finish::Cancelled if self.is_dialogue() => note("the answer was ended; Ctrl-C again ends the program"),
+            Finish::Cancelled if self.is_dialogue() && !signals::terminated() => {
+                note("the answer was ended; Ctrl-C again ends the program");
+            }
             Finish::Cancelled => note("the answer was ended"),
             Finish::Stop => {}
         }
@@ -662,7 +681,7 @@ pub(crate) fn chat(args: &Chat) -> Result<u8, Failure> {
     }
     let turn = conversation.answer()?;
     if args.common.json {
-        report::print_json(&conversation.json(&turn, open, started.elapsed()))?;
+        report::print_json(&conversation.json(&turn, open, started))?;
     } else if !args.common.quiet {
         conversation.tell(&turn);
     }

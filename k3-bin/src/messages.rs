@@ -362,19 +362,25 @@ impl Growing {
         }
     }
 
-    /// Arguments as JSON: strings are quoted, all else is JSON already, or is kept as text if it is not.
+    /// Arguments as JSON: strings are quoted, all else is JSON already and stays as it is written, or is kept as
+    /// text if it is not. Of a key that comes twice the last one counts.
     fn end_call(&mut self) {
         let Some(call) = self.message.calls.last_mut() else { return };
         call.arguments = match self.raw.take() {
             Some(raw) => String::from_utf8_lossy(&raw).into_owned(),
             None => {
-                let mut object = Map::new();
+                let mut members: Vec<(String, String)> = Vec::new();
                 for (key, kind, value) in self.arguments.drain(..) {
                     let text = String::from_utf8_lossy(&value).into_owned();
-                    let value = if kind == "string" { None } else { serde_json::from_str(&text).ok() };
-                    object.insert(key, value.unwrap_or(Value::String(text)));
+                    let is_json = kind != "string" && serde_json::from_str::<Value>(&text).is_ok();
+                    let value = if is_json { text } else { Value::String(text).to_string() };
+                    match members.iter_mut().find(|(other, _)| *other == key) {
+                        Some((_, last)) => *last = value,
+                        None => members.push((key, value)),
+                    }
                 }
-                Value::Object(object).to_string()
+                let members = members.into_iter().map(|(key, value)| format!("{}:{value}", Value::String(key)));
+                format!("{{{}}}", members.collect::<Vec<_>>().join(","))
             }
         };
     }
@@ -600,7 +606,7 @@ mod tests {
         let vocabulary = files.load().unwrap();
         let json = r#"[{"role": "system", "content": "S"}, {"role": "user", "content": "u <|sep|>", "name": "a\"&b"},
             {"role": "assistant", "content": "c", "reasoning_content": "r", "tool_calls": [
-                {"id": "call_1", "function": {"name": "f\"", "arguments": "{\"k\":\"v\",\"n\":[1,{}]}"}},
+                {"id": "call_1", "function": {"name": "f\"", "arguments": "{\"k\":\"v\",\"n\":[1,{},123456789012345678901]}"}},
                 {"id": "call_2", "function": {"name": "g", "arguments": "raw"}}]},
             {"role": "tool", "name": "f\"", "content": "7"}, {"role": "user", "content": ""}]"#;
         let talk = Talk::parse(json.as_bytes()).unwrap();

@@ -38,6 +38,11 @@ pub(crate) fn stopped() -> bool {
     SIGNALS.get().is_some_and(|(stop, _)| stop.load(Ordering::SeqCst))
 }
 
+/// Whether the signal that asked last was SIGTERM.
+pub(crate) fn terminated() -> bool {
+    code() == 128 + 15
+}
+
 /// The exit code that a signal asks for.
 pub(crate) fn code() -> u8 {
     let number = SIGNALS.get().map_or(0, |(_, number)| number.load(Ordering::SeqCst));

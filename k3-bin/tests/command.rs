@@ -93,6 +93,49 @@ fn json_has_what_scripts_read() {
     }
 }
 
+/// The tables of README.md and the objects have the same fields, so neither changes alone.
+#[test]
+fn json_has_the_fields_that_are_documented() {
+    use std::collections::BTreeSet;
+    fn names(cell: &str) -> Vec<String> {
+        let quoted = cell.split('`').skip(1).step_by(2);
+        quoted
+            .filter(|n| *n != "null" && n.bytes().all(|b| b.is_ascii_lowercase() || b == b'_'))
+            .map(str::to_owned)
+            .collect()
+    }
+    fn fields(object: &serde_json::Value) -> BTreeSet<String> {
+        object.as_object().unwrap_or_else(|| panic!("no object: {object}")).keys().cloned().collect()
+    }
+    let readme = std::fs::read_to_string(k3_tests::root().join("README.md")).expect("README.md");
+    let section = readme.split("\n### JSON\n").nth(1).and_then(|rest| rest.split("\n### ").next()).expect("a section");
+    let mut tables = section.split("|---|---|\n").skip(1).map(|table| {
+        let rows = table.lines().take_while(|line| line.starts_with('|'));
+        rows.map(|row| row.trim_matches('|').split_once('|').expect("two cells")).collect::<Vec<_>>()
+    });
+    let (run, chat) = (tables.next().expect("of k3 run"), tables.next().expect("of k3 chat"));
+    let common = ["--json", "--quiet", "--memory", "64M", "--max-tokens", "3", "--logprobs", "2", "--speculate", "2"];
+    let found = object(k3().args(["run", "--ids", "5,6,7", "--ignore-eos"]).args(common).arg(tiny()));
+    let documented: BTreeSet<_> = run.iter().flat_map(|(cell, _)| names(cell)).collect();
+    assert_eq!(fields(&found), documented);
+    let inner = ["stopped_by", "usage", "memory", "io", "speculation", "seconds"];
+    let inside = |object: &serde_json::Value| {
+        for field in inner {
+            let (_, cell) = run.iter().find(|(names, _)| names.contains(field)).expect("documented");
+            assert_eq!(fields(&object[field]), names(cell).into_iter().collect(), "{field}");
+        }
+        assert_eq!(fields(&object["logprobs"][0]), ["id", "logprob", "text", "top"].map(str::to_owned).into());
+    };
+    inside(&found);
+
+    let found = object(k3().args(["chat", "--message", "x"]).args(common).arg(tiny()));
+    let documented = documented.into_iter().filter(|n| !["prompt_ids", "text"].contains(&n.as_str()));
+    assert_eq!(fields(&found), documented.chain(chat.iter().flat_map(|(cell, _)| names(cell))).collect());
+    inside(&found);
+    let expected = ["content", "reasoning_content", "role"].map(str::to_owned);
+    assert!(fields(&found["message"]).is_superset(&expected.into()));
+}
+
 /// Peak memory stays under the budget even when that is the least that is accepted.
 #[test]
 fn the_least_budget_is_kept() {
@@ -944,7 +987,7 @@ fn a_batch_draws_what_single_runs_draw() {
     let cases: &[(&str, &[&str])] = &[
         ("", &warm),
         (r#""seed": 6"#, &["--temperature", "1.3", "--seed", "6", "--top-p", "0.9"]),
-        (r#""temperature": 0"#, &[]),
+        (r#""temperature": 0, "stop": null"#, &[]),
         (
             r#""temperature": 0.7, "top_k": 40, "min_p": 0.01, "logprobs": 2"#,
             &[
@@ -1110,6 +1153,8 @@ fn wrong_lines_of_a_batch_are_told_by_number_before_anything_runs() {
         assert!(answer.contains(said), "{answer}");
     }
     assert!(say(&["", " "], &[]).contains("no prompts"));
+    let answer = say(&[good], &["--temperature", "0", "--seed", "4"]);
+    assert!(answer.contains("--seed has no effect") && !answer.contains("line"), "{answer}");
     assert!(say(&[r#"{"id": 2, "ids": [1, 2, 3]}"#], &["--context", "2"]).contains("line 1: the prompt has 3 tokens"));
     assert!(say(&["x"; 20], &[]).contains("and 12 more faults"));
 }

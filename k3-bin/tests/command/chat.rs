@@ -392,6 +392,21 @@ fn turns_go_on() {
     let both = [&first, &second].map(|o| o["message"]["content"].as_str().expect("text").to_owned() + "\n").concat();
     assert_eq!(String::from_utf8_lossy(&output.stdout), both);
 
+    // Whoever reads the answers goes away: the rest of the script is said to nobody.
+    let mut child = k3(&["chat", "--memory", "64M", "--think", "off", "--max-tokens", "5"])
+        .args(&plain)
+        .arg(tiny())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("k3");
+    drop(child.stdout.take());
+    child.stdin.take().expect("a pipe").write_all(b"one\ntwo\n/stats\n").expect("write");
+    let output = child.wait_with_output().expect("k3");
+    assert_eq!(output.status.code(), Some(0), "{}", err(&output));
+    assert!(!err(&output).contains("turns"), "{}", err(&output));
+
     // What is saved replaces no file that is in use.
     let model = folder.path().join("model");
     k3_tests::copy_dir(&tiny(), &model);
@@ -430,6 +445,31 @@ fn a_malformed_answer_spoils_no_session() {
     assert!(second["malformed"].is_null());
     // All but the answer is what it was.
     assert_eq!(second["usage"]["reused_tokens"], first["usage"]["prompt_tokens"]);
+}
+
+/// The story: the answer ended and the program waited for the next line, which nobody would type.
+#[test]
+fn a_dialogue_that_is_terminated_ends_and_is_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let session = folder.path().join("talk.k3");
+    let args = ["chat", "--quiet", "--memory", "200M", "--think", "off", "--max-tokens", "3000"];
+    let mut child = k3(&args)
+        .args(["--session", utf8(&session)])
+        .arg(root().join("fixtures/demo"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("k3");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    stdin.write_all(b"one\n").expect("write");
+    std::io::Read::read_exact(child.stdout.as_mut().expect("a pipe"), &mut [0; 8]).expect("text");
+    let kill = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill");
+    assert!(kill.success());
+    // A program that waits for a line waits for as long as the pipe is open.
+    std::io::Read::read_to_end(child.stdout.as_mut().expect("a pipe"), &mut Vec::new()).expect("text");
+    assert_eq!(child.wait().expect("k3").code(), Some(143));
+    drop(stdin);
+    assert!(std::fs::metadata(&session).expect("a session").len() > 1000);
 }
 
 /// Ctrl-C ends the answer, and what was read of it is kept.
