@@ -65,7 +65,7 @@ impl std::fmt::Debug for Wanted<'_> {
 }
 
 /// Chooses the ids of a batch, and watches it.
-pub trait Listener: Observer {
+pub trait Listener: Observer + Send {
     /// Why it gives up.
     type Error: From<Error>;
 

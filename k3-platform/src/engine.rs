@@ -258,7 +258,12 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error`]; after one that is not a refusal the sequence must be [`Engine::reset`].
-    pub fn step(&mut self, ids: &[TokenId], logits: &mut [f32], observer: &mut impl Observer) -> Result<(), Error> {
+    pub fn step(
+        &mut self,
+        ids: &[TokenId],
+        logits: &mut [f32],
+        observer: &mut (impl Observer + Send),
+    ) -> Result<(), Error> {
         let wanted = logits.len() / self.storage.checkpoint.config().vocab_size;
         let share = Share { sequence: 0, positions: ids.len(), wanted };
         self.step_many(&[share], ids, logits, observer)
@@ -275,7 +280,7 @@ impl Engine {
         shares: &[Share],
         ids: &[TokenId],
         logits: &mut [f32],
-        observer: &mut impl Observer,
+        observer: &mut (impl Observer + Send),
     ) -> Result<(), Error> {
         let config = *self.storage.checkpoint.config();
         let context = self.plan.extent.context;
@@ -301,7 +306,8 @@ impl Engine {
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
         let started = Instant::now();
-        let result = model.forward_many(&mut self.storage, &mut sequences, &mut workspace, ids, logits, observer);
+        let pass = || model.forward_many(&mut self.storage, &mut sequences, &mut workspace, ids, logits, observer);
+        let result = self.exec.enter(pass);
         self.in_passes += started.elapsed();
         // What a pass has read is one checkpoint only if nobody wrote to it meanwhile.
         let unchanged = if result.is_ok() { self.storage.fetch.unchanged() } else { Ok(()) };
@@ -317,7 +323,12 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error`]; the sequence is as before, whatever happens.
-    pub fn verify(&mut self, ids: &[TokenId], logits: &mut [f32], observer: &mut impl Observer) -> Result<(), Error> {
+    pub fn verify(
+        &mut self,
+        ids: &[TokenId],
+        logits: &mut [f32],
+        observer: &mut (impl Observer + Send),
+    ) -> Result<(), Error> {
         self.trial = None;
         let config = *self.storage.checkpoint.config();
         let memory = self.sequences.first_mut().ok_or(Error::Order)?;
@@ -330,7 +341,8 @@ impl Engine {
             Workspace::new(self.workspace.lines_mut(), &config, self.plan.extent).map_err(|_| Error::Order)?;
         let model = Model { config: &config, backend: self.backend, exec: &self.exec };
         let started = Instant::now();
-        let result = model.verify(&mut self.storage, &mut state, &mut journal, &mut workspace, ids, logits, observer);
+        let pass = || model.verify(&mut self.storage, &mut state, &mut journal, &mut workspace, ids, logits, observer);
+        let result = self.exec.enter(pass);
         self.in_passes += started.elapsed();
         result?;
         self.storage.fetch.unchanged()?;

@@ -96,7 +96,7 @@ pub enum Stage {
 }
 
 /// Watches a text come into being.
-pub trait Listener: Observer {
+pub trait Listener: Observer + Send {
     /// Why it gives up.
     type Error: From<Error>;
 
