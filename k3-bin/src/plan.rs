@@ -5,6 +5,7 @@ use crate::fail::Failure;
 use crate::report;
 use crate::start::{Opened, Options, Wanted};
 use crate::text;
+use k3_platform::pack;
 use k3_platform::plan::Plan;
 use k3_platform::speed;
 use k3_platform::units::human;
@@ -54,15 +55,16 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
         let source = if measured.is_some() { "measured" } else { "given" };
         report::print(&format!(
             "memory plan for {} ({} threads, {} kernels):\n{}\n\
-             {}a generated token reads {} of trunk and at most {} of experts\n\
+             a generated token reads {} of trunk and at most {} of experts\n\
+             {}\
              at {:.2} GB/s ({source}) the disk takes {:.3} s to {:.3} s for a token",
             human(plan.budget),
             plan.extent.width,
             opened.backend().name(),
             plan.ledger,
-            trunk_line(&opened, &plan, raw.as_ref()),
             human(trunk),
             human(experts),
+            trunk_line(&opened, &plan, raw.as_ref()),
             rate / 1e9,
             seconds(trunk),
             seconds(trunk + experts),
@@ -71,9 +73,26 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// The packed trunk beside the raw one, in a line; nothing where there is none.
+/// Bytes of a pack that is not there, and of what a token would read of it with the memory that now holds
+/// pinned layers: about, for pinned are whole layers.
+fn would_be(opened: &Opened<'_>, plan: &Plan) -> (u64, u64) {
+    let nominal = pack::nominal_sizes(&opened.checkpoint, true);
+    (nominal.file, nominal.read.saturating_sub(plan.ledger.bytes_of("pinned trunk")))
+}
+
+/// The packed trunk beside the raw one, in a line.
 fn trunk_line(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> String {
-    let (Some(pack), Some(raw)) = (opened.checkpoint.pack(), raw) else { return String::new() };
+    let Some(pack) = opened.checkpoint.pack() else {
+        let (file, read) = would_be(opened, plan);
+        let now = human(plan.trunk_read);
+        return if read < plan.trunk_read {
+            let read = human(read);
+            format!("a packed trunk (k3 pack, {} on disk) would make that about {read} instead of {now}\n", human(file))
+        } else {
+            String::new()
+        };
+    };
+    let Some(raw) = raw else { return String::new() };
     let show = |plan: &Plan| format!("{} layers pinned, {} read", plan.pinned(), human(plan.trunk_read));
     format!("trunk from {}: {}; from the shards: {}\n", pack.path().display(), show(plan), show(raw))
 }
@@ -81,7 +100,11 @@ fn trunk_line(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> String {
 /// The same for programs.
 fn trunk_json(opened: &Opened<'_>, plan: &Plan, raw: Option<&Plan>) -> serde_json::Value {
     let show = |plan: &Plan| json!({"pinned_layers": plan.pinned(), "head_pinned": plan.head_pinned(), "read_bytes": plan.trunk_read});
-    let Some(pack) = opened.checkpoint.pack() else { return json!({"pack": null, "shards": show(plan)}) };
+    let Some(pack) = opened.checkpoint.pack() else {
+        let (file, read) = would_be(opened, plan);
+        let would_be = json!({"bytes": file, "read_bytes_about": read});
+        return json!({"pack": null, "would_be": would_be, "shards": show(plan)});
+    };
     json!({
         "pack": {
             "file": pack.path().display().to_string(),

@@ -123,6 +123,14 @@ impl Ledger {
     }
 }
 
+impl Ledger {
+    /// The bytes of a line; 0 if there is none of that name.
+    #[must_use]
+    pub fn bytes_of(&self, name: &str) -> u64 {
+        self.entries.iter().find(|e| e.name == name).map_or(0, |e| e.bytes)
+    }
+}
+
 impl std::fmt::Display for Ledger {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for e in &self.entries {

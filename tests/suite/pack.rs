@@ -4,7 +4,7 @@ use crate::run::{How, open, packed, run, run_from};
 use k3_core::view::TokenId;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, ReadFault};
-use k3_platform::pack::{Pack, PackFault, compare, verify};
+use k3_platform::pack::{Pack, PackFault, SegmentRecord, compare, nominal_sizes, verify};
 use k3_tests::{checkpoints, root};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -25,6 +25,13 @@ fn a_pack_holds_the_weights_of_its_model() {
             let pieces = pack.tensors().iter().flat_map(|t| pack.pieces(t).iter().map(move |p| (t.tensor, p)));
             let coded_ones = pieces.filter(|(t, p)| p.coded && t.may_be_coded()).count();
             assert_eq!(coded_ones > 0, coded);
+            // What `k3 plan` says before there is a pack: exact but for misfits.
+            let nominal = nominal_sizes(&checkpoint, coded);
+            let embed = pack.groups()[0].segments;
+            let sum = |segments: &[SegmentRecord]| segments.iter().map(|s| u64::from(s.len)).sum::<u64>();
+            let (file, read) = (sum(pack.segments()), sum(&pack.segments()[embed..]));
+            assert!(nominal.file <= file && nominal.read <= read, "{nominal:?} {file} {read}");
+            assert!(coded || (nominal.file, nominal.read) == (file, read), "{nominal:?} {file} {read}");
         }
     }
 }

@@ -79,7 +79,7 @@ mod write;
 pub use format::{Group, PieceRecord, SegmentRecord, TensorRecord};
 pub use read::{Different, Pack, compare, verify};
 pub use source::Digests;
-pub use write::{Options, Outcome, Progress, Stage, write};
+pub use write::{Nominal, Options, Outcome, Progress, Stage, nominal_sizes, write};
 
 use std::io;
 use std::path::PathBuf;

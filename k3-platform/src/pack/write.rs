@@ -145,6 +145,31 @@ fn nominal(source: &Source, rows: usize, coded: bool) -> usize {
     len.unwrap_or(raw).min(raw).next_multiple_of(PIECE_ALIGN)
 }
 
+/// What a pack of a checkpoint will take, as far as its shape tells: misfits come on top, some ten
+/// thousandths of trained weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nominal {
+    /// Bytes of the file.
+    pub file: u64,
+    /// Bytes that a pass reads, if nothing is pinned: all but the embedding.
+    pub read: u64,
+}
+
+/// The sizes of a pack that has not been written, from nothing but the shape of the model.
+#[must_use]
+pub fn nominal_sizes(checkpoint: &Checkpoint, coded: bool) -> Nominal {
+    let groups = groups(checkpoint);
+    let sources: Vec<_> = groups.iter().flatten().collect();
+    let mut sizes = Nominal { file: 0, read: 0 };
+    for segment in layout(&groups, coded) {
+        let used: usize = segment.takes.iter().map(|t| nominal(sources[t.source], t.rows, coded)).sum();
+        let bytes = used.next_multiple_of(block()) as u64;
+        sizes.file += bytes;
+        sizes.read += if segment.group > 0 { bytes } else { 0 };
+    }
+    sizes
+}
+
 /// Which rows go to which segment: a function of the model's shape and the form alone.
 fn layout(groups: &[Vec<Source>], coded: bool) -> Vec<Planned> {
     let bytes = |g: &Vec<Source>| g.iter().map(|s| s.rows * s.row_bytes).sum::<usize>();
