@@ -40,7 +40,8 @@ impl Chosen {
                 return Err(Failure::usage(message, format!("leave {flag} out, or raise the temperature")));
             }
         }
-        let bias: Vec<_> = args.logit_bias.iter().map(|&(id, v)| (TokenId(id), v)).collect();
+        let mut bias: Vec<_> = args.logit_bias.iter().map(|&(id, v)| (TokenId(id), v)).collect();
+        bias.sort_by_key(|(id, _)| *id);
         if let Some((id, _)) = bias.iter().find(|(id, _)| id.get() >= vocab) {
             return Err(outside("--logit-bias", id.0));
         }

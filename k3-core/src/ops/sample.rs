@@ -92,7 +92,8 @@ pub struct Settings<'a> {
     pub min_p: f64,
     /// Makes ids that were there less likely (above 1) or more likely (below 1); positive.
     pub repeat_penalty: f64,
-    /// Added to the logits of some ids, each named once. Finite, or minus infinity.
+    /// Added to the logits of some ids, each named once. Finite, or minus infinity. If there are many, rising
+    /// ids are checked faster.
     pub bias: &'a [(TokenId, f32)],
     /// Where the randomness comes from.
     pub seed: u64,
@@ -228,13 +229,18 @@ impl<'a> Sampler<'a> {
         if !(repeat_penalty.is_finite() && repeat_penalty > 0.0) {
             return Err(SettingsError::RepeatPenalty(repeat_penalty));
         }
-        for (i, &(id, value)) in bias.iter().enumerate() {
-            if value.is_nan() || value == f32::INFINITY {
-                return Err(SettingsError::Bias(id));
-            }
-            if bias.iter().take(i).any(|&(other, _)| other == id) {
-                return Err(SettingsError::BiasTwice(id));
-            }
+        if let Some(&(id, _)) = bias.iter().find(|(_, value)| value.is_nan() || *value == f32::INFINITY) {
+            return Err(SettingsError::Bias(id));
+        }
+        // In rising order equals are neighbours: a whole vocabulary would take its square otherwise.
+        let twice = if bias.is_sorted_by_key(|(id, _)| *id) {
+            bias.windows(2).find(|pair| pair[0].0 == pair[1].0).map(|pair| &pair[0])
+        } else {
+            let mut all = bias.iter().enumerate();
+            all.find(|(i, (id, _))| bias.iter().take(*i).any(|(other, _)| other == id)).map(|(_, one)| one)
+        };
+        if let Some(&(id, _)) = twice {
+            return Err(SettingsError::BiasTwice(id));
         }
         Ok(Self { settings })
     }
@@ -671,6 +677,9 @@ mod tests {
             assert_ne!(pick(Settings { bias: &out[1..2], ..WARM }, position, &[], &logits), Ok(1));
             assert_ne!(pick(Settings { bias: &out[1..2], top_k: Some(4), ..WARM }, position, &[], &logits), Ok(1));
         }
+        // All but one id of the release's vocabulary: a square of it would take minutes.
+        let many: Vec<_> = (0..163_839).map(|id| (TokenId(id), f32::NEG_INFINITY)).collect();
+        assert_eq!(pick(Settings { bias: &many, ..WARM }, 0, &[], &std::vec![0.0; 163_840]), Ok(163_839));
         let strange = [(TokenId(4), 1.0)];
         assert_eq!(pick(Settings { bias: &strange, ..WARM }, 0, &[], &logits), Err(SampleError::Outside(TokenId(4))));
         assert_eq!(pick(settings, 0, &[TokenId(9)], &logits), Err(SampleError::Outside(TokenId(9))));
@@ -693,6 +702,14 @@ mod tests {
             (Settings { repeat_penalty: f64::INFINITY, ..WARM }, "repeat-penalty"),
             (Settings { bias: &[(TokenId(1), f32::NAN)], ..WARM }, "logit-bias"),
             (Settings { bias: &[(TokenId(1), 1.0), (TokenId(1), 2.0)], ..WARM }, "logit-bias"),
+            (
+                Settings { bias: &[(TokenId(1), 1.0), (TokenId(4), 2.0), (TokenId(4), 2.0)], ..WARM },
+                "logit-bias of id 4",
+            ),
+            (
+                Settings { bias: &[(TokenId(4), 1.0), (TokenId(1), 2.0), (TokenId(4), 2.0)], ..WARM },
+                "logit-bias of id 4",
+            ),
         ] {
             let message = Sampler::new(settings).unwrap_err().to_string();
             assert!(message.starts_with(name), "{message}");
