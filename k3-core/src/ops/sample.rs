@@ -285,7 +285,9 @@ impl<'a> Sampler<'a> {
                 let candidate = all.get_mut(id.get()).ok_or(SampleError::Outside(id))?;
                 if !core::mem::replace(&mut candidate.seen, true) {
                     let value = candidate.value;
-                    candidate.value = if value > 0.0 { value / repeat_penalty } else { value * repeat_penalty };
+                    let changed = if value > 0.0 { value / repeat_penalty } else { value * repeat_penalty };
+                    // A penalty of 1e-308 is positive and finite, what it makes of a logit may not be.
+                    candidate.value = changed.clamp(f64::MIN, f64::MAX);
                 }
             }
         }
@@ -668,6 +670,14 @@ mod tests {
         assert_eq!(pick(settings, 0, &history, &logits), Ok(2), "3 / 2 is less than 2, once");
         assert_eq!(pick(Settings { repeat_penalty: 0.1, ..settings }, 0, &[TokenId(0)], &logits), Ok(0));
         assert_eq!(pick(Settings { repeat_penalty: 3.0, ..settings }, 0, &[TokenId(1)], &[-0.9, -0.4]), Ok(0));
+        for position in 0..20 {
+            let extreme = |penalty| {
+                let settings = Settings { repeat_penalty: penalty, ..WARM };
+                pick(settings, position, &history, &[-1.0, 3.0, 2.0, -90.0]).unwrap()
+            };
+            assert_eq!(extreme(1e-308), 1);
+            assert_ne!(extreme(f64::MAX), 3);
+        }
         let bias = [(TokenId(3), 4.5), (TokenId(1), f32::NEG_INFINITY)];
         assert_eq!(pick(Settings { bias: &bias, ..Settings::GREEDY }, 0, &[], &logits), Ok(3));
         let out: Vec<_> = (0..4).map(|id| (TokenId(id), f32::NEG_INFINITY)).collect();
