@@ -10,7 +10,7 @@
 //!
 //! Any fixed choice of N of L layers is found N times in L, since they are walked in a cycle. What differs
 //! is when the disk works: it reads ahead as far as the ring has slots, so that while a row of pinned
-//! layers is computed it soon stands still. So they lie apart, in the order of [`spread`], and one that
+//! layers is computed it soon stands still. So they lie apart, in the order of `spread`, and one that
 //! is read follows each few that are not: a token then takes what the slower of disk and computation
 //! takes, where a prefix would add the prefix's computation to the disk's time.
 
