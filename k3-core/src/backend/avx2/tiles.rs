@@ -40,8 +40,9 @@ use core::arch::x86_64::*;
 const QUARTER: usize = 4;
 /// Positions whose lanes are parked together.
 const POSITIONS: usize = 16;
-/// Columns of a block: the f64 of a tile of positions take 16 KiB.
-const COLUMNS: usize = 512;
+/// Columns of a block: the f64 of a tile of positions take 8 KiB, so that those of the next tile do not push
+/// out the rows.
+const COLUMNS: usize = 256;
 /// Rows of a bf16 block.
 const ROWS_BF16: usize = 24;
 /// Rows of an MXFP4 block.
