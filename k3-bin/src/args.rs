@@ -127,7 +127,7 @@ pub(crate) struct Common {
 
     /// Memory the whole process may use at its peak, such as 2G or 12GiB; "auto" is what the machine
     /// has free, less a reserve.
-    #[arg(long, value_name = "SIZE", default_value = "auto")]
+    #[arg(long, value_name = "SIZE", default_value = "auto", allow_negative_numbers = true)]
     pub(crate) memory: String,
 
     /// Threads that compute [default: the physical cores this process may use].

@@ -5,23 +5,29 @@ use crate::fail::{DAMAGED, Failure};
 use crate::output::{self, Output};
 use crate::report;
 use crate::svg;
+use k3_platform::memory::available;
 use k3_platform::policy::Policy;
 use k3_platform::trace::Trace;
+use k3_platform::units::human;
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::path::Path;
 
 /// The curves, in the order of the columns.
 const NAMES: [&str; 3] = ["lru", "frequency", "optimum"];
+
+/// A trace may have this part of the memory that is free: what is made of it takes about twice its length.
+const SHARE: u64 = 4;
 
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
     let path = args.file.display();
     output::check(&[("--svg", args.svg.as_ref())], &[("the trace", Some(&args.file))], None)?;
     let picture = Output::optional(args.svg.as_ref())?;
-    let bytes = std::fs::read(&args.file)
-        .map_err(|e| Failure::usage(format!("{path}: {e}"), "name a trace that k3 run --trace has written"))?;
+    let bytes = read(&args.file)?;
     let trace = match args.pairs {
         Some(prompt) => Trace::parse_pairs(&bytes, prompt.get(), args.chosen.get()),
         None => Trace::parse(&bytes),
@@ -66,6 +72,20 @@ pub(crate) fn cachesim(args: &Cachesim) -> Result<u8, Failure> {
     }
     report::print(&table)?;
     Ok(0)
+}
+
+/// The bytes of a trace: no more than there is room for, whatever the file is.
+fn read(path: &Path) -> Result<Vec<u8>, Failure> {
+    let hint = "name a trace that k3 run --trace has written";
+    let failed = |e: std::io::Error| Failure::usage(format!("{}: {e}", path.display()), hint);
+    let most = available(0).map_or(u64::MAX - 1, |free| free.bytes / SHARE);
+    let mut bytes = Vec::new();
+    File::open(path).map_err(failed)?.take(most + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > most {
+        let message = format!("{}: more than {}, a quarter of the memory that is free", path.display(), human(most));
+        return Err(Failure::usage(message, hint));
+    }
+    Ok(bytes)
 }
 
 /// The curves as a picture: slots to the right, hit rate upwards.

@@ -163,7 +163,7 @@ fn machine(backend: Backend, threads: usize, budget: u64, kernels: Kernels, repo
         let _ = write!(cores, ", the time of {n} of them by a control group");
     }
     report.line("threads", cores);
-    let free = available();
+    let free = available(0);
     let huge = machine.huge_pages();
     report.group("memory");
     if let Some(free) = &free {

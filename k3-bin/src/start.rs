@@ -2,7 +2,7 @@
 
 use crate::args::{Common, Experts, Io};
 use crate::demo::{self, Demo};
-use crate::fail::Failure;
+use crate::fail::{BUDGET, Failure};
 use crate::faults;
 use crate::report;
 use crate::signals;
@@ -11,9 +11,9 @@ use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, PATIENCE, Source, Throttled};
-use k3_platform::memory::{available, default_threads, rss};
+use k3_platform::memory::{Availability, available, default_threads, obtainable, rss};
 use k3_platform::pack;
-use k3_platform::plan::{Plan, Request};
+use k3_platform::plan::{PROCESS_BYTES, Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io::Write as _;
@@ -98,7 +98,7 @@ pub(crate) struct Started {
 
 impl<'a> Options<'a> {
     pub(crate) fn new(common: &'a Common) -> Result<Self, Failure> {
-        Ok(Self { common, backend: backend(&common.backend)?, budget: budget(&common.memory)?, gentle: false })
+        Ok(Self { common, backend: backend(&common.backend)?, budget: budget(common)?, gentle: false })
     }
 
     /// Refuses guesses that a chunk has no room for.
@@ -230,7 +230,7 @@ impl Opened<'_> {
             context: wanted.context,
             prompt: wanted.prompt,
             chunk: common.chunk.map(|n| n.get().min(wanted.prompt.max(1))),
-            threads: common.threads.map_or_else(default_threads, usize::from),
+            threads: threads(common),
             readers: READERS,
             all_logits: wanted.all_logits,
             speculate: wanted.speculate,
@@ -252,6 +252,8 @@ impl Opened<'_> {
     /// Plans, says so, and builds the engine.
     pub(crate) fn start(self, wanted: Wanted) -> Result<Started, Failure> {
         let plan = self.plan(wanted)?;
+        let held = rss().unwrap_or(0);
+        check_room(&plan, obtainable(), held)?;
         let Self { options: Options { common, backend, gentle, .. }, disk, demo, stop, checkpoint } = self;
         let included = demo.is_some_and(|demo| demo.is_included());
         if !common.quiet {
@@ -319,15 +321,45 @@ fn backend(name: &str) -> Result<Backend, Failure> {
     })
 }
 
-fn budget(text: &str) -> Result<u64, Failure> {
-    if text != "auto" {
-        return units::parse(text).map_err(|e| Failure::usage(format!("--memory: {e}"), "write 2G, 12GiB or auto"));
+/// Threads that compute.
+fn threads(common: &Common) -> usize {
+    common.threads.map_or_else(default_threads, usize::from)
+}
+
+fn budget(common: &Common) -> Result<u64, Failure> {
+    if common.memory != "auto" {
+        let size = units::parse(&common.memory);
+        return size.map_err(|e| Failure::usage(format!("--memory: {e}"), "write 2G, 12GiB or auto"));
     }
-    let Some(available) = available() else {
+    // One more waits for signals.
+    let Some(available) = available(threads(common) + READERS + 1) else {
         return Err(Failure::usage("the system does not say how much memory is free", "give --memory SIZE"));
     };
     // What this process holds already is part of the budget it is about to be given.
     let held = rss().unwrap_or(0);
     let reserve = RESERVE.max(available.bytes / 8).min(available.bytes / 2);
     Ok((available.bytes - reserve).saturating_add(held))
+}
+
+/// Refuses a plan that would get this process killed in the middle of its work, whatever else is given up
+/// for it. Of it `held` bytes are there already.
+fn check_room(plan: &Plan, room: Option<Availability>, held: u64) -> Result<(), Failure> {
+    let Some(room) = room else { return Ok(()) };
+    // What a plan counts for the process itself is more than most touch; the system's own part of a control
+    // group is not in the plan.
+    let most = room.bytes.saturating_add(held);
+    if plan.ledger.total() <= most.saturating_add(PROCESS_BYTES) {
+        return Ok(());
+    }
+    let (total, limit) = (units::human(plan.ledger.total()), &room.limit);
+    let message = format!(
+        "this run would take {total}, and no more than {} can be had: {limit}\n{}",
+        units::human(most),
+        plan.ledger
+    );
+    Err(Failure {
+        code: BUDGET,
+        message,
+        hint: Some("lower --memory; \"auto\" is what is free, less a reserve".into()),
+    })
 }

@@ -175,6 +175,7 @@ fn usage_is_refused_with_2_and_says_what_to_do() {
         (&["run", dir, "--ids", "1,999999"], "999999"),
         (&["run", dir, "--ids", "1,2,3", "--context", "2"], "context holds 2"),
         (&["run", dir, "--ids", "1", "--memory", "much"], "much"),
+        (&["run", dir, "--ids", "1", "--memory", "-1"], "write 2G, 12GiB or auto"),
         (&["run", dir, "--ids", "1", "--backend", "neon"], "neon"),
         (&["run", dir, "--ids", "1", "--threads", "0"], "threads"),
         (&["perplexity", dir], "--file"),

@@ -133,7 +133,8 @@ struct Storage {
 }
 
 impl Engine {
-    /// Maps what the plan says. Nothing is read before the first pass. Setting `stop` stops the
+    /// Maps what the plan says, and finds out whether the system will give the rest when it is needed. Nothing
+    /// is read before the first pass. Setting `stop` stops the
     /// running pass, or the next one, with [`Error::Stopped`].
     ///
     /// # Errors
@@ -153,6 +154,9 @@ impl Engine {
         let sequences = (0..plan.sequences).map(memory).collect::<Result<_, Error>>()?;
         let journal = lines(if plan.speculate > 0 { Journal::lines(&config, plan.speculate + 1) } else { Some(0) })?;
         let workspace = lines(Workspace::lines(&config, plan.extent))?;
+        // That there is room for what is mapped later is found out now, and not an hour into a run. Nothing of
+        // it is touched.
+        drop(AlignedBuf::zeroed(usize::try_from(plan.mapped_later).unwrap_or(usize::MAX))?);
         let (row_sender, row_receiver) = channel();
         let storage = Storage {
             checkpoint,

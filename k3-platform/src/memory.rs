@@ -9,6 +9,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
+/// Address space that a thread takes: its stack, and what the C library sets aside for its allocations,
+/// most of which is never touched (bytes).
+const SPACE_OF_THREAD: u64 = 68 << 20;
+
+/// What of it counts as data: the stack, and the first piece of the rest (bytes).
+const DATA_OF_THREAD: u64 = 3 << 20;
+
 /// Bytes that can still be allocated, and what allows no more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Availability {
@@ -43,10 +50,18 @@ impl std::fmt::Display for Limit {
     }
 }
 
-/// Memory this process can still allocate; `None` if nothing says so, as without `/proc`.
+/// Memory this process can still allocate if it starts so many threads; `None` if nothing says so, as
+/// without `/proc`.
 #[must_use]
-pub fn available() -> Option<Availability> {
-    Machine::this().available()
+pub fn available(threads: usize) -> Option<Availability> {
+    Machine::this().available(threads)
+}
+
+/// Memory this process could allocate at most, whatever else were given up for it: all that is cached of
+/// files, and what fits on the swap device. Whoever takes more is killed. `None` if nothing says so.
+#[must_use]
+pub fn obtainable() -> Option<Availability> {
+    Machine::this().obtainable()
 }
 
 /// Resident memory of this process now, in bytes; `None` if the system does not say.
@@ -90,19 +105,43 @@ impl Machine {
 
     /// As [`available`].
     #[must_use]
-    pub fn available(&self) -> Option<Availability> {
-        let machine = kilobytes(&self.read("proc/meminfo"), "MemAvailable").map(|bytes| (bytes, Limit::Machine));
+    pub fn available(&self, threads: usize) -> Option<Availability> {
+        let machine = kilobytes(&self.read("proc/meminfo"), "MemAvailable");
+        self.smallest(machine, &["inactive_file"], 0, threads)
+    }
+
+    /// As [`obtainable`].
+    #[must_use]
+    pub fn obtainable(&self) -> Option<Availability> {
+        let info = self.read("proc/meminfo");
+        let swap = kilobytes(&info, "SwapFree").unwrap_or(0);
+        // What this file system caches is not in MemAvailable, though it is given up in the same way.
+        let zfs = self.read("proc/spl/kstat/zfs/arcstats");
+        let cached = |name| zfs.lines().find_map(|l| l.strip_prefix(name)?.split_whitespace().nth(1)?.parse().ok());
+        let cached = cached("size ").unwrap_or(0u64).saturating_sub(cached("c_min ").unwrap_or(0));
+        let machine = kilobytes(&info, "MemAvailable").map(|bytes| bytes.saturating_add(swap).saturating_add(cached));
+        self.smallest(machine, &["inactive_file", "active_file"], swap, 0)
+    }
+
+    /// The smallest of all limits: what the machine has, what control groups leave if they give up what is
+    /// `cached` and use `swap`, and what the process may map besides its `threads`.
+    fn smallest(&self, machine: Option<u64>, cached: &[&str], swap: u64, threads: usize) -> Option<Availability> {
+        let machine = machine.map(|bytes| (bytes, Limit::Machine));
         let status = self.read("proc/self/status");
         let limits = self.read("proc/self/limits");
-        let process = [("Max address space", "VmSize", Limit::AddressSpace), ("Max data size", "VmData", Limit::Data)];
-        let process = process.into_iter().filter_map(|(name, used, limit)| {
+        let process = [
+            ("Max address space", "VmSize", SPACE_OF_THREAD, Limit::AddressSpace),
+            ("Max data size", "VmData", DATA_OF_THREAD, Limit::Data),
+        ];
+        let process = process.into_iter().filter_map(|(name, used, of_thread, limit)| {
             let soft = limits.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next());
             let most: u64 = soft?.parse().ok()?;
-            Some((most.saturating_sub(kilobytes(&status, used).unwrap_or(0)), limit))
+            let used = kilobytes(&status, used).unwrap_or(0).saturating_add(of_thread.saturating_mul(threads as u64));
+            Some((most.saturating_sub(used), limit))
         });
         let groups = self.groups("memory").into_iter().filter_map(|group| {
-            let bytes = if group.unified { free_unified(&group.dir) } else { free_legacy(&group.dir) };
-            Some((bytes?, Limit::Cgroup(group.path)))
+            let bytes = if group.unified { free_unified(&group.dir, cached) } else { free_legacy(&group.dir, cached) };
+            Some((bytes?.saturating_add(swap), Limit::Cgroup(group.path)))
         });
         // Among equals the first, and the machine is named before what only repeats it.
         let all = machine.into_iter().chain(groups).chain(process);
@@ -287,21 +326,23 @@ fn statistic(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?.trim().parse().ok()
 }
 
-/// Bytes left in a version 2 group. Above `memory.high` a group is slowed down so far that it is a
-/// limit as well. Cached file pages that nobody used lately are given up first, so they count as free.
-fn free_unified(dir: &Path) -> Option<u64> {
+/// Bytes left in a version 2 group that gives up these kinds of cached file pages. Above `memory.high` a
+/// group is slowed down so far that it is a limit as well.
+fn free_unified(dir: &Path, cached: &[&str]) -> Option<u64> {
     let most = ["memory.max", "memory.high"].iter().filter_map(|name| number::<u64>(&dir.join(name))).min()?;
     let used: u64 = number(&dir.join("memory.current"))?;
-    let cached = statistic(&text(&dir.join("memory.stat")), "inactive_file").unwrap_or(0);
+    let stat = text(&dir.join("memory.stat"));
+    let cached = cached.iter().filter_map(|name| statistic(&stat, name)).fold(0, u64::saturating_add);
     Some(most.saturating_sub(used.saturating_sub(cached)))
 }
 
-/// Bytes left in a version 1 group.
-fn free_legacy(dir: &Path) -> Option<u64> {
+/// Bytes left in a version 1 group, likewise.
+fn free_legacy(dir: &Path, cached: &[&str]) -> Option<u64> {
     let most: u64 = number(&dir.join("memory.limit_in_bytes"))?;
     let used: u64 = number(&dir.join("memory.usage_in_bytes"))?;
-    let cached = statistic(&text(&dir.join("memory.stat")), "total_inactive_file").unwrap_or(0);
-    Some(most.saturating_sub(used.saturating_sub(cached)))
+    let stat = text(&dir.join("memory.stat"));
+    let cached = cached.iter().filter_map(|name| statistic(&stat, &format!("total_{name}")));
+    Some(most.saturating_sub(used.saturating_sub(cached.fold(0, u64::saturating_add))))
 }
 
 /// Whole processors whose time a group may use, at least one; `None` if it has no quota.
@@ -355,14 +396,14 @@ mod tests {
 
     fn smallest(files: &[(&str, &str)]) -> (u64, Limit) {
         let (_dir, machine) = machine(files);
-        let Availability { bytes, limit } = machine.available().unwrap();
+        let Availability { bytes, limit } = machine.available(0).unwrap();
         (bytes, limit)
     }
 
     #[test]
     fn no_files_are_no_limits() {
         let (_dir, machine) = machine(&[]);
-        assert_eq!((machine.available(), machine.rss(), machine.peak_rss()), (None, None, None));
+        assert_eq!((machine.available(0), machine.rss(), machine.peak_rss()), (None, None, None));
         assert_eq!(machine.default_threads(), 1);
         assert_eq!(smallest(&[MEMINFO]), (MEMORY, Limit::Machine));
     }
@@ -412,6 +453,41 @@ mod tests {
         assert_eq!(smallest(&base), (2 * GB + GB / 2, Limit::Cgroup("/x".into())));
     }
 
+    /// What is cached of files can be given up, all of it, and swap can be used.
+    #[test]
+    fn more_can_be_had_than_is_free() {
+        let had = |files: &[(&str, &str)]| {
+            let (_dir, machine) = machine(files);
+            machine.obtainable().map(|a| (a.bytes, a.limit))
+        };
+        assert_eq!(had(&[]), None);
+        assert_eq!(had(&[MEMINFO]), Some((MEMORY, Limit::Machine)));
+        let swap = ("proc/meminfo", "MemAvailable: 8000000 kB\nSwapFree: 1000 kB\n");
+        assert_eq!(had(&[swap]), Some((MEMORY + 1_024_000, Limit::Machine)));
+        let zfs = ("proc/spl/kstat/zfs/arcstats", "c_min 4 500\nc_max 4 9\nsize 4 4500\ndata_size 4 1\n");
+        assert_eq!(had(&[MEMINFO, zfs]), Some((MEMORY + 4000, Limit::Machine)));
+        let unified = [
+            ("proc/self/cgroup", "0::/a\n"),
+            ("proc/self/mountinfo", "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
+            ("sys/fs/cgroup/a/memory.max", "5000000000\n"),
+            ("sys/fs/cgroup/a/memory.current", "3000000000\n"),
+            ("sys/fs/cgroup/a/memory.stat", "anon 5\ninactive_file 1000000000\nactive_file 500000000\n"),
+        ];
+        let group = || Limit::Cgroup("/a".into());
+        let with = |info| had(&[&unified[..], &[info]].concat());
+        assert_eq!(with(MEMINFO), Some((3 * GB + GB / 2, group())));
+        assert_eq!(with(swap), Some((3 * GB + GB / 2 + 1_024_000, group())));
+        let legacy = [
+            swap,
+            ("proc/self/cgroup", "4:memory:/a\n"),
+            ("proc/self/mountinfo", "35 31 0:32 / /cg rw - cgroup cgroup rw,memory\n"),
+            ("cg/a/memory.limit_in_bytes", "4000000000"),
+            ("cg/a/memory.usage_in_bytes", "2000000000"),
+            ("cg/a/memory.stat", "active_file 1\ntotal_inactive_file 300000000\ntotal_active_file 200000000\n"),
+        ];
+        assert_eq!(had(&legacy), Some((2 * GB + GB / 2 + 1_024_000, group())));
+    }
+
     #[test]
     fn containers_see_a_part_of_the_tree() {
         // The mount shows the container's group as its top, or the path leads out of what is shown.
@@ -445,7 +521,14 @@ mod tests {
         assert_eq!(limits("unlimited", "2000000000"), (2 * GB - 1_024_000_000, Limit::AddressSpace));
         assert_eq!(limits("1000000000", "2000000000"), (GB - 512_000_000, Limit::Data));
         assert_eq!(limits("1", "unlimited"), (0, Limit::Data));
-        let (_dir, machine) = machine(&[status]);
+        // Ten threads to come: their stacks, and what the C library sets aside for each.
+        let limits = ("proc/self/limits", "Max data size  2000000000  x\nMax address space  4000000000  x\n");
+        let (_dir, machine) = self::machine(&[MEMINFO, status, limits]);
+        let with = |threads| machine.available(threads).map(|a| (a.bytes, a.limit));
+        assert_eq!(with(0), Some((2 * GB - 512_000_000, Limit::Data)));
+        assert_eq!(with(10), Some((2 * GB - 512_000_000 - 10 * (3 << 20), Limit::Data)));
+        assert_eq!(with(30), Some((4 * GB - 1_024_000_000 - 30 * (68 << 20), Limit::AddressSpace)));
+        let (_dir, machine) = self::machine(&[status]);
         assert_eq!((machine.peak_rss(), machine.rss()), (Some(7168), Some(3072)));
     }
 
@@ -520,7 +603,7 @@ mod tests {
 
     #[test]
     fn this_machine_answers_and_memory_comes_and_goes() {
-        let Some(free) = available() else {
+        let Some(free) = available(0) else {
             println!("SKIPPED: no /proc");
             return;
         };

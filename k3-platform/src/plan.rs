@@ -169,6 +169,8 @@ pub struct Plan {
     pub trunk_read: u64,
     /// Bytes of experts that one generated token reads if none of its choice is in memory.
     pub experts_read: u64,
+    /// Bytes that are mapped while it runs, piece by piece: the pinned trunk and the experts.
+    pub mapped_later: u64,
     /// Everything, line by line.
     pub ledger: Ledger,
 }
@@ -397,6 +399,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         policy: request.policy,
         trunk_read,
         experts_read,
+        mapped_later: pinned_bytes.saturating_add((arena as u64).saturating_mul(expert)),
         ledger,
     })
 }

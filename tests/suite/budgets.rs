@@ -2,6 +2,7 @@
 
 use crate::run::{How, engine, open};
 use k3_platform::checkpoint::Checkpoint;
+use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, ReadAt, Source};
 use k3_platform::plan::{Plan, Request};
@@ -31,6 +32,21 @@ fn a_budget_below_the_floor_is_refused_with_the_numbers() {
             assert_eq!(engine(open(&dir, Mode::Direct).expect("open"), &how, 4, 8).is_ok(), fine, "{budget}");
         }
     }
+}
+
+/// What is mapped piece by piece while a run goes on is asked for as a whole before it begins.
+#[test]
+fn what_will_be_mapped_later_is_found_to_fit_before_the_first_read() {
+    let how = How { budget: 64_000_000, ..How::default() };
+    let dir = &checkpoints()[0];
+    let fine = engine(open(dir, Mode::Direct).expect("open"), &how, 4, 8).expect("an engine").plan().clone();
+    let entries = fine.ledger.entries.iter().filter(|e| ["pinned trunk", "experts"].contains(&e.name));
+    assert_eq!(fine.mapped_later, entries.map(|e| e.bytes).sum::<u64>());
+    assert!(fine.mapped_later > 0);
+    let plan = Plan { mapped_later: 1 << 60, ..fine };
+    let checkpoint = open(dir, Mode::Direct).expect("open");
+    let refused = Engine::new(checkpoint, plan, k3_core::backend::Backend::SCALAR, Arc::default());
+    assert!(matches!(refused, Err(Error::Memory(e)) if e.bytes == 1 << 60));
 }
 
 /// Counts the bytes of shards that are read.

@@ -148,6 +148,22 @@ fn the_run_ends_with_its_ladder_however_that_ends() {
     }
 }
 
+/// A rung is read from as the ladder was told to.
+#[test]
+fn a_rung_waits_for_its_disk_as_long_as_the_ladder_was_told() {
+    if !cfg!(debug_assertions) {
+        println!("SKIPPED: faults need a build with debug assertions");
+        return;
+    }
+    let mut command = k3();
+    command.args(["ladder", "--json", "--quiet", "--budgets", "64M", "--max-tokens", "2", "--io-timeout", "1"]);
+    let output = command.arg(tiny()).env("K3_FAULTS", "hang_read=40").output().expect("k3");
+    assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let reason = object["rungs"][0]["reason"].as_str().expect("a reason");
+    assert!(reason.contains("has brought nothing for 1 s"), "{reason}");
+}
+
 /// As the system kills what takes too much.
 #[test]
 fn a_run_that_is_killed_is_a_row() {

@@ -150,6 +150,58 @@ fn a_limit_of_the_size_of_the_budget_is_enough() {
     assert!(pinned.iter().any(|n| (1..9).contains(n)), "{pinned:?}");
 }
 
+/// A budget is no more than a wish where something else sets a limit. That the limit will be met is said
+/// before the first read, and not when the process is killed in the middle of its text.
+#[test]
+fn a_budget_beyond_a_limit_is_refused_before_the_first_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model");
+    filled(&model);
+    let model = model.to_str().expect("a path");
+    // All of the model and a long context: 92 MB.
+    let args = ["run", model, "--ids", "3,1,4", "--max-tokens", "1", "--threads", "2", "--context", "60000"];
+    let args = [&args[..], &["--memory", "2G"]].concat();
+    let group = Group::new();
+    let grouped = group.as_ref().map(|group| ("group", group.run(60_000_000, &args)));
+    for (limit, output) in [("ulimit", under_ulimit(65_000_000, &args))].into_iter().chain(grouped) {
+        let message = text(&output.stderr);
+        assert_eq!(code(&output), 4, "{limit}: {message}");
+        assert!(message.contains("pinned trunk") && message.contains("lower --memory"), "{limit}: {message}");
+        assert!(output.stdout.is_empty(), "{limit}");
+        // It is the whole of what is mapped later that was tried, and no single slot of it.
+        let refused = message.split("refused ").nth(1).and_then(|rest| rest.split(' ').next());
+        let bytes = refused.map_or(u64::MAX, |bytes| bytes.parse().expect("a number"));
+        assert!(bytes > 20_000_000, "{limit}: {message}");
+    }
+    // The same plan in peace.
+    let output = k3().args(&args).output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+}
+
+/// A trace is read whole, and what is no trace may never end.
+#[test]
+fn a_trace_without_end_is_refused() {
+    let output = under_ulimit(200_000_000, &["cachesim", "/dev/zero"]);
+    let message = text(&output.stderr);
+    assert_eq!(code(&output), 2, "{message}");
+    assert!(message.contains("/dev/zero: more than") && message.contains("k3 run --trace"), "{message}");
+}
+
+/// The address space counts what threads set aside and never touch: "auto" leaves room for it.
+#[test]
+fn auto_keeps_within_the_address_space() {
+    let tiny = root().join("fixtures/tiny");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -v 1500000 && exec \"$@\"", "sh", env!("CARGO_BIN_EXE_k3")]);
+    shell.args(["run", "--json", "--ids", "1,2", "--max-tokens", "2", "--threads", "2"]).arg(tiny);
+    let output = shell.env_remove("K3_MODEL").output().expect("sh");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let budget = object["memory"]["budget_bytes"].as_u64().expect("a budget");
+    // Eleven threads set aside 64 MiB each.
+    assert!(budget < 1_500_000 * 1024 - 11 * (64 << 20), "{budget}");
+}
+
 /// What is free is found out where the limit is, whoever set it.
 #[test]
 fn auto_keeps_within_the_group() {
