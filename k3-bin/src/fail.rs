@@ -1,5 +1,6 @@
 //! Failures as people see them: one sentence, a hint, and an exit code.
 
+use crate::signals;
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
 use k3_platform::io::ReadFault;
@@ -20,6 +21,9 @@ pub(crate) const BUDGET: u8 = 4;
 pub(crate) const IO: u8 = 5;
 /// The arithmetic went non-finite.
 pub(crate) const NON_FINITE: u8 = 6;
+
+/// What to do about a disk that brings nothing.
+const SILENT: &str = "the disk, or the way to it, does not answer; --io-timeout SECONDS waits longer";
 
 /// Why the command stops.
 #[derive(Debug)]
@@ -86,7 +90,9 @@ impl From<Error> for Failure {
             {
                 (DAMAGED, Some("this is not a file of a checkpoint: MODEL_DIR must be the downloaded directory"))
             }
+            Error::Open { source, .. } if source.kind() == ErrorKind::TimedOut => (IO, Some(SILENT)),
             Error::Open { .. } | Error::Threads(_) => (IO, None),
+            Error::Stopped => (signals::code(), None),
             Error::Config { .. } => {
                 (USAGE, Some("use the config.json of the release; fields renamed by other tools are not guessed"))
             }
@@ -128,9 +134,7 @@ impl From<Error> for Failure {
                 _ => (DAMAGED, Some("delete the file and pack the model again, or run without it by --trunk none")),
             },
             Error::Read(inner) => match inner.fault {
-                ReadFault::Stalled { .. } => {
-                    (IO, Some("the disk, or the way to it, does not answer; --io-timeout SECONDS waits longer"))
-                }
+                ReadFault::Stalled { .. } => (IO, Some(SILENT)),
                 ReadFault::Shrank { .. } => (IO, Some("something writes to the model's folder: let it finish")),
                 ReadFault::System(_) => {
                     (IO, Some("the system could not read this; `k3 verify --hash` finds all such files"))

@@ -7,7 +7,7 @@ use crate::signals;
 use crate::start::throttled;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, Source};
+use k3_platform::io::{Disk, Mode, PATIENCE, Patient, Source};
 use k3_platform::memory::default_threads;
 use k3_platform::pack::{Options, Pack, PackFault, Stage, compare, verify, write};
 use k3_platform::units::human;
@@ -18,7 +18,9 @@ use std::sync::atomic::Ordering;
 
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn pack(args: &Args) -> Result<u8, Failure> {
+    let stop = signals::watch()?;
     let opener = throttled(Arc::new(Disk::new(Mode::Direct)), args.disk_limit);
+    let opener: Arc<dyn Source> = Arc::new(Patient::new(opener, PATIENCE, Arc::clone(&stop)));
     if args.verify {
         return check(&args.first, args.second.as_deref(), &opener, args.quiet);
     }
@@ -26,7 +28,6 @@ pub(crate) fn pack(args: &Args) -> Result<u8, Failure> {
         return Err(Failure::usage("no OUT is named", "k3 pack MODEL_DIR OUT writes the file OUT"));
     };
     let checkpoint = Checkpoint::open(&args.first, opener)?;
-    let stop = signals::watch()?;
     let threads = args.threads.map_or_else(default_threads, usize::from);
     let options = Options { coded: !args.raw, threads, verify: !args.no_verify };
     let mut meter = Meter::new(!args.quiet);

@@ -10,7 +10,7 @@ use k3_core::backend::Backend;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, PATIENCE, Source, Throttled};
+use k3_platform::io::{Disk, Mode, PATIENCE, Patient, Source, Throttled};
 use k3_platform::memory::{Availability, available, default_threads, obtainable, rss};
 use k3_platform::pack;
 use k3_platform::plan::{PROCESS_BYTES, Plan, Request};
@@ -161,6 +161,7 @@ impl<'a> Options<'a> {
             None => faults::wrap(&disk)?,
         };
         let source = throttled(source, self.common.disk_limit);
+        let source = Arc::new(Patient::new(source, self.patience(), Arc::clone(&stop)));
         Ok(Located { options: self, disk, demo, stop, source, dir })
     }
 }

@@ -44,7 +44,7 @@ impl std::fmt::Debug for Checkpoint {
 /// # Errors
 /// [`Error::TooLong`], [`Error::Open`] and [`Error::Read`].
 pub fn read_small(opener: &dyn Opener, path: &Path, most: u64) -> Result<Vec<u8>, Error> {
-    let failed = |source| Error::Open { path: path.to_owned(), source };
+    let failed = |source| Error::open(path, source);
     let file = opener.open_cached(path).map_err(failed)?;
     let len = file.len().map_err(failed)?;
     if len > most {

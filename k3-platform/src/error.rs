@@ -1,7 +1,7 @@
 //! What can go wrong between a directory and a token.
 
 use crate::aligned::AllocError;
-use crate::io::ReadError;
+use crate::io::{GaveUp, ReadError, ReadFault};
 use crate::plan::Refusal;
 use k3_core::checkpoint::Tensor;
 use k3_core::config::ConfigError;
@@ -10,7 +10,7 @@ use k3_core::model::ForwardError;
 use k3_core::safetensors::HeaderError;
 use k3_core::tokenizer::{SpecialError, VocabError};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why a checkpoint could not be opened or run. Each names the file, the thing in it, and what was
 /// expected; `k3-bin` maps the variants to exit codes.
@@ -262,7 +262,20 @@ impl std::error::Error for Error {}
 
 impl From<ReadError> for Error {
     fn from(source: ReadError) -> Self {
-        Self::Read(source)
+        match source.fault {
+            ReadFault::Stopped => Self::Stopped,
+            _ => Self::Read(source),
+        }
+    }
+}
+
+impl Error {
+    /// A file that could not be opened, or of which the system will not say what is asked.
+    pub(crate) fn open(path: &Path, source: io::Error) -> Self {
+        match GaveUp::of(&source) {
+            Some(GaveUp::Stopped) => Self::Stopped,
+            _ => Self::Open { path: path.to_owned(), source },
+        }
     }
 }
 

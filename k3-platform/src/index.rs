@@ -11,7 +11,7 @@
 
 use crate::aligned::{AlignedBuf, AllocError};
 use crate::error::Error;
-use crate::io::{ReadAt, Source, Stamp, read_exact_at};
+use crate::io::{GaveUp, ReadAt, Source, Stamp, read_exact_at};
 use crate::segment::Place;
 use k3_core::checkpoint::{self, LayerTensor, Named, Sum, Tensor};
 use k3_core::config::ModelConfig;
@@ -85,7 +85,7 @@ fn scan(
     file: &dyn ReadAt,
     mut event: impl FnMut(usize, Event<'_>, u64) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let len = file.len().map_err(|source| Error::Open { path: path.to_owned(), source })?;
+    let len = file.len().map_err(|e| Error::open(path, e))?;
     let (mut state, mut base) = (State::START, 0u64);
     let mut window: Vec<u8> = Vec::new();
     loop {
@@ -170,10 +170,10 @@ impl Index {
 
     fn look(dir: &Path, source: &dyn Source, config: &ModelConfig, until: Until) -> Result<(Self, Vec<Error>), Error> {
         let path = dir.join("model.safetensors.index.json");
-        let file = source.open_cached(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
+        let file = source.open_cached(&path).map_err(|e| Error::open(&path, e))?;
         let expected = checkpoint::census(config).total().tensors;
         // The config alone may ask for 400 million tensors, which would be 4 GB of slots.
-        let len = file.len().map_err(|source| Error::Open { path: path.clone(), source })?;
+        let len = file.len().map_err(|e| Error::open(&path, e))?;
         if len < expected.saturating_mul(ENTRY) {
             return Err(Error::ShortIndex { path, len, tensors: expected });
         }
@@ -213,7 +213,7 @@ impl Index {
                     faults.push(Error::MissingShard { path, count: 1 });
                     None
                 }
-                Err(source) if until == Until::Fault => return Err(Error::Open { path, source }),
+                Err(e) if until == Until::Fault || GaveUp::of(&e).is_some() => return Err(Error::open(&path, e)),
                 Err(source) => {
                     faults.push(Error::Open { path, source });
                     None
@@ -483,8 +483,8 @@ struct Contents {
 impl Headers<'_> {
     /// One shard's header.
     fn read(&self, number: usize, path: PathBuf) -> Result<Contents, Error> {
-        let file = self.source.open_cached(&path).map_err(|source| Error::Open { path: path.clone(), source })?;
-        let file_len = file.len().map_err(|source| Error::Open { path: path.clone(), source })?;
+        let file = self.source.open_cached(&path).map_err(|e| Error::open(&path, e))?;
+        let file_len = file.len().map_err(|e| Error::open(&path, e))?;
         let header_fault = |source| Error::Header { path: path.clone(), source };
         let mut prefix = [0; 8];
         if file_len >= 8 {

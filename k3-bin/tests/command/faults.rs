@@ -117,6 +117,36 @@ fn a_read_that_never_returns_is_named() {
     honest(&output, &expected);
 }
 
+/// Config, index, headers and vocabulary: what is read before there is a plan.
+#[test]
+fn a_small_file_that_never_comes_is_named() {
+    if !injected() {
+        return;
+    }
+    let mut named = std::collections::BTreeSet::new();
+    for read in [0, 1, 2, 5, 12, 20] {
+        let output = faulty(&format!("hang_read={read}"), &["--quiet", "--io-timeout", "1"]);
+        let message = text(&output.stderr);
+        assert_eq!(code(&output), 5, "read {read}: {message}");
+        for part in ["has brought nothing for 1 s", "--io-timeout"] {
+            assert!(message.contains(part), "read {read}: {message}");
+        }
+        assert!(output.stdout.is_empty());
+        let name = message.split([':', '/']).find(|part| part.contains(".json") || part.contains(".safetensors"));
+        named.insert(name.unwrap_or_else(|| panic!("no file in {message}")).to_owned());
+    }
+    assert!(named.contains("config.json") && named.contains("model.safetensors.index.json"), "{named:?}");
+    assert!(named.iter().any(|name| name.ends_with(".safetensors")), "{named:?}");
+    // A signal ends the wait as well.
+    let mut command = run(&tiny());
+    command.args(["--quiet", "--io-timeout", "0"]).env("K3_FAULTS", "hang_read=2");
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+    let output = child.wait_with_output().expect("k3");
+    assert_eq!((code(&output), output.stdout.len()), (143, 0), "{}", text(&output.stderr));
+}
+
 /// A check of digests that is stopped goes on where it was.
 #[test]
 fn a_check_that_is_interrupted_goes_on() {

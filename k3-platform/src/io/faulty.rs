@@ -1,12 +1,13 @@
 //! Reads that go wrong on purpose, for tests of everything above.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::{ReadAt, Source, Stamp};
+use super::detour::{Detour, Detoured};
+use super::{ReadAt, Source};
 
 /// What goes wrong, and how often. The default is nothing.
 #[derive(Debug, Clone, Default)]
@@ -72,25 +73,14 @@ impl Source for Faulty {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
         let file = self.source.open(path)?;
         let hit = self.plan.faults.only.as_ref().is_none_or(|name| path.file_name() == Some(name.as_ref()));
-        let path = path.to_owned();
-        Ok(if hit { Arc::new(FaultyFile { file, path, plan: Arc::clone(&self.plan) }) } else { file })
+        Ok(if hit { Arc::new(Detoured { file, way: Arc::clone(&self.plan) }) } else { file })
     }
 }
 
-struct FaultyFile {
-    file: Arc<dyn ReadAt>,
-    path: PathBuf,
-    plan: Arc<Plan>,
-}
-
-impl ReadAt for FaultyFile {
-    fn len(&self) -> io::Result<u64> {
-        self.file.len()
-    }
-
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let faults = &self.plan.faults;
-        let number = self.plan.reads.fetch_add(1, Ordering::Relaxed);
+impl Detour for Arc<Plan> {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let faults = &self.faults;
+        let number = self.reads.fetch_add(1, Ordering::Relaxed);
         let hit = |salt: u64, one_in: u64| one_in != 0 && mix(faults.seed, number, salt).is_multiple_of(one_in);
         if faults.fail_read == Some(number) {
             return Err(rustix::io::Errno::IO.into());
@@ -106,33 +96,17 @@ impl ReadAt for FaultyFile {
             return Err(io::ErrorKind::Interrupted.into());
         }
         // Whole blocks, as the system cuts direct reads.
-        let align = self.file.alignment();
+        let align = file.alignment();
         let mut len = buf.len();
         if len > align && hit(2, faults.short) {
             let blocks = (len / align) as u64;
             let kept = usize::try_from(1 + mix(faults.seed, number, 3) % blocks).unwrap_or(1);
             len = len.min(kept * align);
         }
-        let count = self.file.read_at(&mut buf[..len], offset)?;
+        let count = file.read_at(&mut buf[..len], offset)?;
         let end = faults.truncate.filter(|_| number >= faults.truncate_from);
         let end = end.unwrap_or(u64::MAX).saturating_sub(offset);
         Ok(usize::try_from(end).map_or(count, |end| count.min(end)))
-    }
-
-    fn alignment(&self) -> usize {
-        self.file.alignment()
-    }
-
-    fn path(&self) -> &Path {
-        &self.path
-    }
-
-    fn stamp(&self) -> Option<Stamp> {
-        self.file.stamp()
-    }
-
-    fn stamp_now(&self) -> std::io::Result<Option<Stamp>> {
-        self.file.stamp_now()
     }
 }
 

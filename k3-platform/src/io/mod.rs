@@ -2,15 +2,17 @@
 //!
 //! All bytes of a checkpoint come in through [`ReadAt`]. [`Disk`] opens real files, directly if the
 //! file system allows it; [`Faulty`] wraps any [`Source`] and goes wrong on purpose, so each failure
-//! the engine must survive can be met in a test. [`FileSet`] keeps the number of open files under
+//! the engine must survive can be met in a test; [`Patient`] waits for no header for ever. [`FileSet`] keeps the number of open files under
 //! the process's limit, and [`ReadPool`] keeps the disk busy.
 //!
 //! Direct reads want offset, length and memory aligned. Nobody has to remember this to be correct:
 //! [`read_exact_at`] takes any range, through a small buffer of its own if it must. To avoid that copy,
 //! ask [`Window`] for the aligned range that covers the wanted one and use [`read_window`].
 
+mod detour;
 mod disk;
 mod faulty;
+mod patient;
 mod pool;
 mod set;
 mod throttled;
@@ -24,6 +26,7 @@ use crate::aligned::{self, AlignedBuf};
 
 pub use disk::{Disk, File, Mode, free_space};
 pub use faulty::{Faults, Faulty};
+pub use patient::{GaveUp, Patient};
 pub use pool::{Check, Done, Extent, Job, Priority, ReadPool};
 pub use set::{Changed, FileSet, PATIENCE, open_limit};
 pub use throttled::Throttled;
@@ -179,6 +182,8 @@ pub enum ReadFault {
         /// For so long.
         seconds: u64,
     },
+    /// Somebody asked for an end while it was waited for.
+    Stopped,
     /// The bytes are not those that were written: their checksum differs.
     Checksum {
         /// Which segment of the file.
@@ -204,6 +209,7 @@ impl std::fmt::Display for ReadError {
             ReadFault::Stalled { seconds } => {
                 write!(f, "read at byte {offset} has brought nothing for {seconds} s")
             }
+            ReadFault::Stopped => write!(f, "read at byte {offset} was stopped"),
             ReadFault::Checksum { segment } => {
                 write!(f, "segment {segment}, which begins at byte {offset}, is damaged: its checksum differs")
             }
@@ -220,6 +226,7 @@ impl std::error::Error for ReadError {
             | ReadFault::Shrank { .. }
             | ReadFault::Buffer { .. }
             | ReadFault::Stalled { .. }
+            | ReadFault::Stopped
             | ReadFault::Checksum { .. }
             | ReadFault::Panicked => None,
         }
@@ -364,7 +371,14 @@ fn fill(file: &dyn ReadAt, buf: &mut [u8], offset: u64, needed: usize, align: us
         let count = match file.read_at(&mut buf[from..], at) {
             Ok(count) => count.min(buf.len() - from),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            Err(e) => return Err(error(file, at, ReadFault::System(e))),
+            Err(e) => {
+                let fault = match GaveUp::of(&e) {
+                    Some(GaveUp::Stalled(seconds)) => ReadFault::Stalled { seconds },
+                    Some(GaveUp::Stopped) => ReadFault::Stopped,
+                    None => ReadFault::System(e),
+                };
+                return Err(error(file, at, fault));
+            }
         };
         fetched += count as u64;
         if from + count > filled {

@@ -1,8 +1,9 @@
 //! A disk that is slower than the one there is, for measuring.
 
-use super::{ReadAt, Source, Stamp};
+use super::detour::{Detour, Detoured};
+use super::{ReadAt, Source};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -53,7 +54,7 @@ impl std::fmt::Debug for Throttled {
 impl Source for Throttled {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
         let file = self.source.open(path)?;
-        Ok(Arc::new(ThrottledFile { file, path: path.to_owned(), disk: Arc::clone(&self.disk) }))
+        Ok(Arc::new(Detoured { file, way: Arc::clone(&self.disk) }))
     }
 
     fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
@@ -61,33 +62,11 @@ impl Source for Throttled {
     }
 }
 
-struct ThrottledFile {
-    file: Arc<dyn ReadAt>,
-    path: PathBuf,
-    disk: Arc<Turn>,
-}
-
-impl ReadAt for ThrottledFile {
-    fn len(&self) -> io::Result<u64> {
-        self.file.len()
-    }
-
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let count = self.file.read_at(buf, offset)?;
-        self.disk.wait(count);
+impl Detour for Arc<Turn> {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let count = file.read_at(buf, offset)?;
+        self.wait(count);
         Ok(count)
-    }
-
-    fn alignment(&self) -> usize {
-        self.file.alignment()
-    }
-
-    fn path(&self) -> &Path {
-        &self.path
-    }
-
-    fn stamp(&self) -> Option<Stamp> {
-        self.file.stamp()
     }
 }
 

@@ -6,7 +6,7 @@ use super::{Digests, Group, PackError, PackFault, Part, PieceRecord, SegmentReco
 use crate::aligned::AlignedBuf;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
-use crate::io::{Check, ReadAt, Source as Opener, Stamp, read_exact_at};
+use crate::io::{Changed, Check, ReadAt, Source as Opener, Stamp, read_exact_at};
 use crate::segment::{Form, Piece, Place, Read, Segment, block};
 use k3_core::checkpoint::{GlobalTensor, Tensor};
 use k3_core::coded::CodedMatrix;
@@ -35,9 +35,9 @@ impl Pack {
     /// # Errors
     /// [`Error::Pack`] if it is no pack or a damaged one; those of the reads.
     pub fn open(path: &Path, opener: &dyn Opener) -> Result<Self, Error> {
-        let failed = |source| Error::Open { path: path.to_owned(), source };
+        let failed = |source| Error::open(path, source);
         let fault = |fault| PackError { path: path.to_owned(), fault };
-        let file = opener.open(path).map_err(failed)?;
+        let file = opener.open_cached(path).map_err(failed)?;
         let len = file.len().map_err(failed)?;
         if len < PAGE {
             return Err(fault(PackFault::NotAPack).into());
@@ -52,6 +52,12 @@ impl Pack {
             return Err(fault(PackFault::Table).into());
         }
         let table = Table::parse(&bytes, header.table_at).map_err(fault)?;
+        // What was read so far is a header; the segments are read another way.
+        let (read, file) = (file, opener.open(path).map_err(failed)?);
+        let (was, now) = (len, file.len().map_err(failed)?);
+        if was != now || read.stamp() != file.stamp() {
+            return Err(failed(std::io::Error::new(std::io::ErrorKind::InvalidData, Changed { was, now })));
+        }
         Ok(Self { path: path.to_owned(), file, header, table })
     }
 
