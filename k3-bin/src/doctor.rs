@@ -11,17 +11,20 @@ use clap::CommandFactory as _;
 use k3_core::backend::Backend;
 use k3_core::checkpoint::Class;
 use k3_platform::error::Error;
+use k3_platform::exec::Rayon;
 use k3_platform::inventory::Inventory;
-use k3_platform::io::{Disk, FileSet, Mode, Source, open_limit};
+use k3_platform::io::{Disk, FileSet, Mode, open_limit};
+use k3_platform::measure::disk::{self, Case, EXPERT, Figure, Pattern, Scratch};
+use k3_platform::measure::kernels::{self, Coding, RELEASED, Shape};
+use k3_platform::measure::token::{Rates, expect};
+use k3_platform::measure::weights;
 use k3_platform::memory::{Machine, available, default_threads};
 use k3_platform::plan::Plan;
-use k3_platform::speed::{self, Kernels, Order};
 use k3_platform::survey::Survey;
 use k3_platform::units::human;
 use k3_platform::vocabulary::VocabularyFiles;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
-use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,25 +41,49 @@ const ENGINE_DEPTH: usize = 8;
 /// Bytes of a sequential read: a slot of the ring.
 const SEGMENT: usize = 16 << 20;
 
-/// Bytes of an expert of the release, and of the file that stands for a model.
-const EXPERT: u64 = 17_547_264;
+/// Bytes of the file that stands for a model, and the longest that writing it may take.
 const SAMPLE: u64 = 256 << 20;
+const WRITE: Duration = Duration::from_secs(10);
+
+/// Memory the kernels read weights from, if a quarter of what is free holds it (bytes).
+const DATA: usize = 128 << 20;
+
+/// A matrix as the trunk has them, with fewer rows: machines with little memory are measured, too.
+const TRUNK: Shape = Shape { rows: 1536, ..RELEASED[0] };
 
 /// A shell's `k3 run` that answers soon even where a token takes minutes.
 const TRY: &str = "--prompt 'The capital of France is' --max-tokens 8";
 
-/// What the disk does: bytes a second by order and reads in flight.
+/// What the disk does.
 struct DiskSpeed {
-    rows: Vec<(Order, usize, f64)>,
+    figures: Vec<Figure>,
     direct: bool,
-    /// Bytes of a random read.
-    expert: usize,
-    segment: usize,
 }
 
 impl DiskSpeed {
-    fn at(&self, order: Order) -> Option<f64> {
-        self.rows.iter().find(|r| r.0 == order && r.1 == ENGINE_DEPTH).map(|r| r.2)
+    fn at(&self, pattern: Pattern) -> Option<f64> {
+        let this = |f: &&Figure| f.case.pattern == pattern && f.case.depth == ENGINE_DEPTH;
+        self.figures.iter().find(this).map(Figure::rate)
+    }
+}
+
+/// Bytes of weights a second that are multiplied with one position, on all threads.
+#[derive(Debug, Clone, Copy)]
+struct Kernels {
+    bf16: f64,
+    mxfp4: f64,
+}
+
+impl Kernels {
+    /// Measures them; `None` where there is no memory for it.
+    fn measure(backend: Backend, threads: usize) -> Option<Self> {
+        let free = available(0).map_or(u64::MAX, |a| a.bytes);
+        let exec = Rayon::new(threads).ok()?;
+        let data = weights(DATA.min(usize::try_from(free / 4).unwrap_or(DATA)), &exec).ok()?;
+        let cases = [TRUNK, RELEASED[3]].map(|shape| kernels::Case { shape, positions: 1, backend });
+        let report = kernels::measure(&data, &exec, &cases, MEASURE).ok()?;
+        let rate = |coding| report.figures.iter().find(|f| f.case.shape.coding == coding).map(|f| f.bytes.best);
+        Some(Self { bf16: rate(Coding::Bf16)?, mxfp4: rate(Coding::Mxfp4)? })
     }
 }
 
@@ -93,7 +120,7 @@ pub(crate) fn doctor(args: &Args) -> Result<u8, Failure> {
     let backend = options.backend();
     let mut report = Report::default();
     say(args, "measuring the kernels");
-    let kernels = speed::kernels(backend, threads, MEASURE);
+    let kernels = Kernels::measure(backend, threads);
     hush(args);
     machine(backend, threads, budget, kernels, &mut report);
     let here = ["config.json", "model.safetensors.index.json"].iter().all(|name| Path::new(name).is_file());
@@ -143,7 +170,7 @@ fn hush(args: &Args) {
     say(args, "");
 }
 
-fn machine(backend: Backend, threads: usize, budget: u64, kernels: Kernels, report: &mut Report) {
+fn machine(backend: Backend, threads: usize, budget: u64, kernels: Option<Kernels>, report: &mut Report) {
     let machine = Machine::this();
     report.group("processor");
     let name = machine.processor();
@@ -152,8 +179,10 @@ fn machine(backend: Backend, threads: usize, budget: u64, kernels: Kernels, repo
     }
     let all: Vec<_> = Backend::available().map(Backend::name).collect();
     report.line("kernels", format!("{} (this CPU has {})", backend.name(), all.join(", ")));
-    let (trunk, experts) = (kernels.bf16 / 1e9, kernels.mxfp4 / 1e9);
-    report.line("speed", format!("{trunk:.1} GB/s of trunk weights, {experts:.1} GB/s of experts"));
+    let speed = kernels.map(|Kernels { bf16, mxfp4 }| {
+        format!("{:.1} GB/s of trunk weights, {:.1} GB/s of experts", bf16 / 1e9, mxfp4 / 1e9)
+    });
+    report.line("speed", speed.unwrap_or_else(|| "not measured: there is too little memory for it".to_owned()));
     let (processors, quota) = (machine.processors(), machine.quota());
     let mut cores = format!("{threads} threads");
     if let Some(n) = processors {
@@ -179,7 +208,7 @@ fn machine(backend: Backend, threads: usize, budget: u64, kernels: Kernels, repo
             "quota": quota, "available_bytes": free.as_ref().map(|f| f.bytes),
             "limit": free.as_ref().map(|f| f.limit.to_string()), "budget_bytes": budget, "huge_pages": huge,
             "open_files": open_limit(),
-            "bf16_bytes_per_second": kernels.bf16, "mxfp4_bytes_per_second": kernels.mxfp4,
+            "bf16_bytes_per_second": kernels.map(|k| k.bf16), "mxfp4_bytes_per_second": kernels.map(|k| k.mxfp4),
         }),
     );
 }
@@ -190,30 +219,26 @@ fn measure(
     files: &FileSet,
     lens: &[u64],
     disk: &Disk,
-    expert: u64,
+    expert: usize,
     stop: &Arc<AtomicBool>,
 ) -> Result<DiskSpeed, Failure> {
-    // A small model is read in small pieces.
-    let longest = lens.iter().copied().max().unwrap_or(0);
-    let fit = |len: u64| usize::try_from(len.min(longest)).unwrap_or(SEGMENT).max(1);
-    let (segment, expert) = (fit(SEGMENT as u64), fit(expert));
-    let mut rows = Vec::new();
-    for (order, len) in [(Order::Sequential, segment), (Order::Random, expert)] {
+    let mut figures = Vec::new();
+    for (pattern, block) in [(Pattern::Sequential, SEGMENT), (Pattern::Random, expert)] {
         for depth in DEPTHS {
-            say(args, &format!("measuring the disk: {}, {depth} in flight", name_of(order)));
-            if let Some(rate) = speed::reads(files, lens, len, depth, order, MEASURE, stop)? {
-                rows.push((order, depth, rate));
-            }
+            say(args, &format!("measuring the disk: {}, {depth} in flight", name_of(pattern)));
+            // A small model is read in small pieces.
+            let figure = disk::measure(files, lens, Case { pattern, block, depth }, MEASURE, stop)?;
+            figures.extend(Some(figure).filter(|f| f.bytes > 0));
         }
     }
     hush(args);
-    Ok(DiskSpeed { rows, direct: args.common.io == crate::args::Io::Direct && !disk.fell_back(), expert, segment })
+    Ok(DiskSpeed { figures, direct: args.common.io == crate::args::Io::Direct && !disk.fell_back() })
 }
 
-const fn name_of(order: Order) -> &'static str {
-    match order {
-        Order::Sequential => "sequential",
-        Order::Random => "experts",
+const fn name_of(pattern: Pattern) -> &'static str {
+    match pattern {
+        Pattern::Sequential => "sequential",
+        Pattern::Random => "experts",
     }
 }
 
@@ -222,10 +247,12 @@ fn tell_disk(dir: &Path, speed: &DiskSpeed, need: Option<u64>, report: &mut Repo
     report.line("folder", dir.display());
     let how = if speed.direct { "past the page cache" } else { "through the page cache, so some of this is memory" };
     report.line("read", how);
-    for (order, len) in [(Order::Sequential, speed.segment), (Order::Random, speed.expert)] {
-        let rows = speed.rows.iter().filter(|r| r.0 == order);
-        let each = rows.map(|(_, depth, rate)| format!("{:.2} at {depth}", rate / 1e9)).collect::<Vec<_>>().join(", ");
-        report.line(name_of(order), format!("{each} in flight (GB/s, reads of {})", human(len as u64)));
+    for pattern in [Pattern::Sequential, Pattern::Random] {
+        let these: Vec<_> = speed.figures.iter().filter(|f| f.case.pattern == pattern).collect();
+        let each = these.iter().map(|f| format!("{:.2} at {}", f.rate() / 1e9, f.case.depth)).collect::<Vec<_>>();
+        let block = these.first().map_or(0, |f| f.case.block as u64);
+        let each = each.join(", ");
+        report.line(name_of(pattern), format!("{each} in flight (GB/s, reads of {})", human(block)));
     }
     let free = free_space(dir);
     if let Some(free) = free {
@@ -247,9 +274,9 @@ fn tell_disk(dir: &Path, speed: &DiskSpeed, need: Option<u64>, report: &mut Repo
         }
     }
     let rows = speed
-        .rows
+        .figures
         .iter()
-        .map(|(order, depth, rate)| json!({"order": name_of(*order), "in_flight": depth, "bytes_per_second": rate}));
+        .map(|f| json!({"order": name_of(f.case.pattern), "in_flight": f.case.depth, "bytes_per_second": f.rate()}));
     report.json.insert(
         "disk".into(),
         json!({
@@ -286,7 +313,7 @@ fn same_options(args: &Args) -> String {
 }
 
 /// What there is to say of a checkpoint.
-fn model(args: &Args, kernels: Kernels, report: &mut Report) -> Result<Advice, Failure> {
+fn model(args: &Args, kernels: Option<Kernels>, report: &mut Report) -> Result<Advice, Failure> {
     let located = Options::new(&args.common)?.locate_or(Path::new("."))?;
     let dir = located.dir.clone();
     say(args, "looking at the checkpoint");
@@ -338,18 +365,18 @@ fn model(args: &Args, kernels: Kernels, report: &mut Report) -> Result<Advice, F
     let context = args.context.max(1);
     let plan = opened.plan(Wanted { context, prompt: 16, tokenizer, ..Wanted::default() });
     let lens: Vec<u64> = opened.checkpoint.index().shards().iter().map(|s| s.len).collect();
-    let speed =
-        match measure(args, &opened.checkpoint.files(), &lens, opened.disk(), inventory.expert_bytes, opened.stop()) {
-            Ok(speed) => speed,
-            Err(_) if signals::stopped() => {
-                return Ok(Advice { command: String::new(), prediction: None, code: signals::code() });
-            }
-            Err(failure) => return Err(failure),
-        };
+    let expert = usize::try_from(inventory.expert_bytes).unwrap_or(EXPERT);
+    let speed = match measure(args, &opened.checkpoint.files(), &lens, opened.disk(), expert, opened.stop()) {
+        Ok(speed) => speed,
+        Err(_) if signals::stopped() => {
+            return Ok(Advice { command: String::new(), prediction: None, code: signals::code() });
+        }
+        Err(failure) => return Err(failure),
+    };
     let pack = inventory.model().bytes - inventory.class(Class::Routed).bytes - inventory.embedding.bytes;
     tell_disk(&dir, &speed, Some(pack), report);
     match plan {
-        Ok(plan) => Ok(run(args, &opened, &inventory, &plan, &speed, kernels, !survey.sparse.is_empty())),
+        Ok(plan) => Ok(run(args, &opened, &plan, &speed, kernels, !survey.sparse.is_empty())),
         Err(failure) if failure.code == BUDGET => {
             report.group("too little memory");
             report.text.push_str(&format!("  {}\n", failure.message.replace('\n', "\n  ")));
@@ -386,10 +413,9 @@ fn notes(survey: &Survey, report: &mut Report) {
 fn run(
     args: &Args,
     opened: &Opened<'_>,
-    inventory: &Inventory,
     plan: &Plan,
     speed: &DiskSpeed,
-    kernels: Kernels,
+    kernels: Option<Kernels>,
     holes: bool,
 ) -> Advice {
     // Rounded down, so that what was free a moment ago still is.
@@ -399,17 +425,13 @@ fn run(
     };
     let command =
         format!("{} run {} {TRY} --memory {memory}{}", program(), quoted(opened.checkpoint.dir()), same_options(args));
-    #[expect(clippy::cast_precision_loss, reason = "a prediction")]
-    let over = |bytes: u64, rate: f64| if rate > 0.0 { bytes as f64 / rate } else { f64::INFINITY };
-    let (sequential, random) = (speed.at(Order::Sequential), speed.at(Order::Random));
-    let Some((sequential, random)) = sequential.zip(random) else {
+    let (Some(sequential), Some(experts), Some(Kernels { bf16, mxfp4 })) =
+        (speed.at(Pattern::Sequential), speed.at(Pattern::Random), kernels)
+    else {
         return Advice { command, prediction: None, code: 0 };
     };
-    let disk = over(plan.trunk_read, sequential) + over(plan.experts_read, random);
-    let config = opened.checkpoint.config();
-    let chosen = (config.num_moe_layers() * config.num_experts_per_token) as u64 * inventory.expert_bytes;
-    let trunk = inventory.always_active().bytes - inventory.embedding.bytes;
-    let arithmetic = over(trunk, kernels.bf16) + over(chosen, kernels.mxfp4);
+    let expected = expect(&opened.checkpoint, plan, &Rates { sequential, experts, bf16, mxfp4 });
+    let (disk, arithmetic) = (expected.disk_at_most, expected.compute);
     let read = match plan.trunk_read + plan.experts_read {
         0 => "nothing is read from the disk, for all of it stays in memory".to_owned(),
         _ => format!(
@@ -426,15 +448,15 @@ fn run(
     if holes {
         why.push_str("; but there are holes in the shards, and holes are read faster than data");
     }
-    Advice { command, prediction: Some((disk.max(arithmetic), why)), code: 0 }
+    Advice { command, prediction: Some((expected.per_token().1, why)), code: 0 }
 }
 
 /// What there is to say without a model: the disk here, and the demo.
 fn no_model(args: &Args, report: &mut Report) -> Result<Advice, Failure> {
     let here = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."));
     let stop = signals::watch()?;
-    let disk = Disk::new(if args.common.io == crate::args::Io::Direct { Mode::Direct } else { Mode::Buffered });
-    match sample(args, &here, &disk, &stop) {
+    let mode = if args.common.io == crate::args::Io::Direct { Mode::Direct } else { Mode::Buffered };
+    match sample(args, &here, mode, &stop) {
         Ok(speed) => tell_disk(&here, &speed, None, report),
         Err(why) => {
             report.group("disk");
@@ -458,42 +480,12 @@ fn no_model(args: &Args, report: &mut Report) -> Result<Advice, Failure> {
     Ok(Advice { command, prediction: demo.then_some((0.01, why)), code: 0 })
 }
 
-/// Measures the disk under a folder by a file that has no name once it is open.
-fn sample(args: &Args, dir: &Path, disk: &Disk, stop: &Arc<AtomicBool>) -> Result<DiskSpeed, String> {
-    if let Some(free) = free_space(dir)
-        && free < 4 * SAMPLE
-    {
-        return Err(format!("only {} are free, and {} would be written", human(free), human(SAMPLE)));
-    }
+/// Measures the disk under a folder by a file that has no name.
+fn sample(args: &Args, dir: &Path, mode: Mode, stop: &Arc<AtomicBool>) -> Result<DiskSpeed, String> {
     say(args, "writing a file to measure the disk with");
-    let path = dir.join(format!(".k3-doctor-{}.tmp", std::process::id()));
-    let written = write_sample(&path);
-    let files = FileSet::new(Arc::new(disk.clone()) as Arc<dyn Source>, vec![path.clone()], 1);
-    // Open, so that its name can go; whatever stops the process now, nothing is left behind.
-    let opened = files.file(0).map(|file| file.len());
-    let _gone = fs::remove_file(&path);
+    let scratch = Scratch::write(dir, SAMPLE, WRITE, stop);
     hush(args);
-    written.map_err(|e| format!("a file to measure with cannot be written here: {e}"))?;
-    match opened {
-        Some(Ok(len)) => measure(args, &files, &[len], disk, EXPERT, stop).map_err(|failure| failure.message),
-        Some(Err(e)) => Err(e.to_string()),
-        None => Err("no file".to_owned()),
-    }
-}
-
-fn write_sample(path: &Path) -> std::io::Result<()> {
-    let mut file = fs::File::options().write(true).create_new(true).open(path)?;
-    // Bytes that no file system can compress.
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut block = vec![0u8; 1 << 20];
-    for _ in 0..SAMPLE >> 20 {
-        for word in block.as_chunks_mut::<8>().0 {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            *word = state.to_le_bytes();
-        }
-        file.write_all(&block)?;
-    }
-    file.sync_all()
+    let scratch = scratch.map_err(|e| e.to_string())?;
+    let (files, disk) = scratch.files(mode);
+    measure(args, &files, &[scratch.len()], &disk, EXPERT, stop).map_err(|failure| failure.message)
 }

@@ -5,9 +5,9 @@ use crate::fail::Failure;
 use crate::report;
 use crate::start::{Opened, Options, Wanted};
 use crate::text;
+use k3_platform::measure::disk;
 use k3_platform::pack;
 use k3_platform::plan::Plan;
-use k3_platform::speed;
 use k3_platform::units::human;
 use k3_platform::vocabulary::VocabularyFiles;
 use serde_json::json;
@@ -31,7 +31,7 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
     let raw = opened.plan_of_shards(wanted);
     let measured = match args.disk {
         Some(_) => None,
-        None => Some(speed::sequential(&opened.checkpoint, MEASURE)?),
+        None => Some(disk::streamed(&opened.checkpoint, disk::CASES[0], MEASURE, opened.stop())?.rate()),
     };
     let rate = args.disk.map(|gb| gb * 1e9).or(measured).unwrap_or(0.0);
     // Only the disk is counted: arithmetic goes on while it reads, and small budgets wait for the disk.

@@ -13,7 +13,7 @@
 //! pack         the one-file trunk
 //! walk         what a pass reads, in order
 //! segment      tensors -> reads                fetch     reads in the background
-//! speed        of a checkpoint's disk         measure   what memory, kernels and disk can do
+//! measure      what memory, kernels and disk can do, and what a token takes then
 //! checkpoint   a directory, opened             index     where each tensor lies
 //! vocabulary   text <-> ids
 //! inventory    what the bytes are                survey    all that is wrong with a directory
@@ -55,7 +55,6 @@ pub mod reference;
 pub mod scales;
 pub mod segment;
 pub mod session;
-pub mod speed;
 pub mod survey;
 pub mod synth;
 pub mod trace;

@@ -2,6 +2,7 @@
 //! at a time.
 
 use crate::aligned::AlignedBuf;
+use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::fetch::{Fetch, Priority};
 use crate::io::{Disk, FileSet, Mode};
@@ -147,7 +148,18 @@ pub fn measure(
     time: Duration,
     stop: &Arc<AtomicBool>,
 ) -> Result<Figure, Error> {
-    let mut reads = Reads::new(case, (0..).zip(lengths.iter().copied()).collect());
+    run(set, Reads::new(case, (0..).zip(lengths.iter().copied()).collect()), time, stop)
+}
+
+/// The same of the files that a pass over a checkpoint streams: the shards, or its packed trunk.
+///
+/// # Errors
+/// As [`measure`].
+pub fn streamed(checkpoint: &Checkpoint, case: Case, time: Duration, stop: &Arc<AtomicBool>) -> Result<Figure, Error> {
+    run(&checkpoint.files(), Reads::new(case, checkpoint.streamed()), time, stop)
+}
+
+fn run(set: &FileSet, mut reads: Reads, time: Duration, stop: &Arc<AtomicBool>) -> Result<Figure, Error> {
     let case = reads.case;
     let depth = case.depth.max(1);
     let fetch = Fetch::new(set.clone(), depth, Arc::clone(stop))?;

@@ -1,7 +1,7 @@
 //! What this machine can do: memory, kernels and disk, measured as the engine uses them.
 //!
-//! `k3 bench` prints these figures, the benches hold them against floors, and who only wants to know
-//! how fast a disk is asks [`disk`] alone. Everything takes a time to spend and answers with plain
+//! `k3 bench` prints these figures, `k3 doctor` and `k3 plan` foretell by them, the benches hold them against
+//! floors, and who only wants to know how fast a disk is asks [`disk`] alone. Everything takes a time to spend and answers with plain
 //! numbers; nothing here prints, and no test depends on a time.
 //!
 //! A figure is the best of several rounds, with the median beside it: what disturbs a machine only ever
@@ -10,6 +10,7 @@
 
 pub mod disk;
 pub mod kernels;
+pub mod token;
 
 use crate::aligned::{AlignedBuf, AllocError};
 use k3_core::exec::{Executor, Parts};
