@@ -225,7 +225,7 @@ impl Setup<'_> {
 
     /// The same with nothing left to read: the text for the second time, in memory that holds all of it.
     fn computed(&self) -> Result<Run, Error> {
-        let all = available().map_or(u64::MAX, |a| a.bytes);
+        let all = available(default_threads()).map_or(u64::MAX, |a| a.bytes);
         let mut engine = self.engine(Arc::clone(&self.source), all)?;
         self.decode(&mut engine, &Log::default())?;
         engine.reset()?;
