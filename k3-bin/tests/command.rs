@@ -1098,6 +1098,21 @@ fn a_text_that_goes_non_finite_is_named_and_stops_no_other() {
         assert_eq!((&summary["ended"], &summary["done_before"]), (&0.into(), &3.into()));
         std::fs::remove_file(&output).expect("remove");
     }
+
+    // A weight is of no text: it ends them all, and no line is blamed.
+    let name = "language_model.model.norm.weight";
+    let shard = model.join(index["weight_map"][name].as_str().expect("a shard"));
+    let mut bytes = std::fs::read(&shard).expect("a shard");
+    let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("a length");
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + len]).expect("a header");
+    let at = 8 + len + usize::try_from(header[name]["data_offsets"][0].as_u64().expect("a place")).expect("a place");
+    bytes[at..at + 2].copy_from_slice(&0x7fc0u16.to_le_bytes());
+    std::fs::write(&shard, bytes).expect("write");
+    let answer = run(&model, &output, &["--in-flight", "1"]);
+    assert_eq!(code(&answer), 6, "{}", text(&answer.stderr));
+    let said = text(&answer.stderr);
+    assert!(said.contains(name) && !said.contains("line"), "{said}");
+    assert!(results(&output).is_empty());
 }
 
 #[test]
