@@ -7,11 +7,11 @@
 
 use crate::fail::Failure;
 use crate::signals;
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use k3_platform::io::{give_name, unnamed};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
-use std::os::fd::{AsFd, AsRawFd as _};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 /// A file in the making.
@@ -114,16 +114,8 @@ fn neighbour(target: &Path) -> PathBuf {
 
 /// A file for the bytes of `target`, and its name if it has to have one.
 fn begin(target: &Path) -> io::Result<(File, Option<PathBuf>)> {
-    let folder = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let flags = OFlags::WRONLY | OFlags::TMPFILE | OFlags::CLOEXEC;
-    // Only through /proc can such a file get its name.
-    if Path::new("/proc/self/fd").is_dir() {
-        match rustix::fs::open(folder, flags, Mode::from_raw_mode(0o666)) {
-            Ok(fd) => return Ok((fd.into(), None)),
-            // How kernels and file systems say that they have no such files.
-            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
-            Err(error) => return Err(error.into()),
-        }
+    if let Some(file) = unnamed(target)? {
+        return Ok((file, None));
     }
     let temporary = neighbour(target);
     Ok((File::options().write(true).create_new(true).open(&temporary)?, Some(temporary)))
@@ -131,16 +123,14 @@ fn begin(target: &Path) -> io::Result<(File, Option<PathBuf>)> {
 
 /// Gives a file without a name the one it is for.
 fn name(file: &File, target: &Path) -> io::Result<()> {
-    let open = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let link = |path: &Path| rustix::fs::linkat(CWD, open.as_str(), CWD, path, AtFlags::SYMLINK_FOLLOW);
-    match link(target) {
+    match give_name(file, target) {
         // A link replaces nothing, a rename does.
-        Err(Errno::EXIST) => {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             let temporary = neighbour(target);
-            link(&temporary)?;
+            give_name(file, &temporary)?;
             std::fs::rename(&temporary, target).inspect_err(|_| drop(std::fs::remove_file(&temporary)))
         }
-        other => Ok(other?),
+        other => other,
     }
 }
 

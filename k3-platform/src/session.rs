@@ -38,8 +38,9 @@
 //!
 //! # Writing
 //!
-//! A run writes a new file beside the old one (`NAME.new`), syncs it, and renames it over the old one: until
-//! then the old one is whole, and if anything fails it stays. States go to the new file at the moment they
+//! A run writes a new file beside the old one (`NAME.new`, a name that it gets last where the file system has
+//! files without one), syncs it, and renames it over the old one: until then the old one is whole, and if
+//! anything fails it stays. States go to the new file at the moment they
 //! are reached, through one buffer of a megabyte: no second copy of a state is ever in memory. A lock on
 //! `NAME.lock` keeps two runs from one session.
 
@@ -47,7 +48,7 @@ use crate::checkpoint::Checkpoint;
 use crate::checksum::Checksum;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::io::{ReadError, read_exact_at};
+use crate::io::{ReadError, give_name, read_exact_at, unnamed};
 use k3_core::checkpoint::{GlobalTensor, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::math::canonical_bits;
@@ -418,6 +419,8 @@ struct Old {
 struct New {
     file: File,
     path: PathBuf,
+    /// Whether it is there already, under this path.
+    named: bool,
     states: Vec<Kept>,
     /// Whether it took the old one's place.
     done: bool,
@@ -425,7 +428,7 @@ struct New {
 
 impl Drop for New {
     fn drop(&mut self) {
-        if !self.done {
+        if self.named && !self.done {
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -510,8 +513,11 @@ impl Session {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
         }
-        let file = File::options().create_new(true).read(true).write(true).open(&path).map_err(failed)?;
-        let mut new = New { file, path: path.clone(), states: Vec::new(), done: false };
+        let (file, named) = match unnamed(&path).map_err(failed)? {
+            Some(file) => (file, false),
+            None => (File::options().create_new(true).read(true).write(true).open(&path).map_err(failed)?, true),
+        };
+        let mut new = New { file, path: path.clone(), named, states: Vec::new(), done: false };
         if let Some(old) = &self.old {
             let kept = common(&old.ids, ids) as u64;
             let mut stay: Vec<usize> = (0..old.states.len()).filter(|&i| old.states[i].position <= kept).collect();
@@ -846,6 +852,10 @@ impl New {
         // Last: what is not complete does not begin as a session does.
         self.write(&header.write(), 0)?;
         (&self.file).flush().and_then(|()| self.file.sync_all()).map_err(failed)?;
+        if !self.named {
+            give_name(&self.file, &self.path).map_err(failed)?;
+            self.named = true;
+        }
         std::fs::rename(&self.path, path).map_err(failed)?;
         self.done = true;
         // The rename itself survives a crash only if the folder is written, too. Not all systems can.
@@ -886,7 +896,7 @@ mod tests {
         let path = folder.path().join("s.new");
         std::fs::write(&path, b"").unwrap();
         let file = File::options().write(true).open("/dev/full").unwrap();
-        let new = New { file, path: path.clone(), states: Vec::new(), done: false };
+        let new = New { file, path: path.clone(), named: true, states: Vec::new(), done: false };
         let mut sum = Checksum::default();
         let error = new.floats(&[1.0; 100], 0, &mut sum, &mut [0; 64]).unwrap_err();
         assert!(matches!(&error, SessionError::Write { source, .. } if source.kind() == io::ErrorKind::StorageFull));

@@ -287,6 +287,161 @@ fn a_kill_leaves_whole_files_or_none() {
     }
 }
 
+/// A command that writes a file, and what tells a whole one.
+struct Writer<'a> {
+    args: Vec<&'a str>,
+    whole: &'a dyn Fn(&Path),
+}
+
+/// Kills of each writer, spread over the time that it takes.
+const KILLS: u32 = 5;
+
+/// SIGKILL at any moment: the file is the old one or a whole new one, and nothing lies beside it.
+#[test]
+fn a_kill_of_any_writer_leaves_whole_files_or_none() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, inputs) = (tiny(), folder.path().join("in"));
+    std::fs::create_dir(&inputs).expect("a folder");
+    let (model, trace, text_file) = (model.to_str().expect("a path"), inputs.join("trace"), inputs.join("text"));
+    std::fs::write(&text_file, "in the beginning ".repeat(8)).expect("write");
+    let output = run(&tiny()).args(["--quiet", "--trace"]).arg(&trace).output().expect("k3");
+    assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    let (trace, text_file) = (trace.to_str().expect("a path"), text_file.to_str().expect("a path"));
+    let svg = |path: &Path| assert!(std::fs::read_to_string(path).expect("text").trim_end().ends_with("</svg>"));
+    let is_trace = |path: &Path| {
+        let output = k3().arg("cachesim").arg(path).output().expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+    };
+    let table = |path: &Path| {
+        let table = std::fs::read_to_string(path).expect("text");
+        let columns: Vec<_> = table.lines().map(|line| line.split('\t').count()).collect();
+        assert!(table.ends_with('\n') && columns == [12, 12, 12], "{table}");
+    };
+    let numbers = |path: &Path| assert!(!npy(path, f64::from_le_bytes).is_empty());
+    let writers = [
+        Writer {
+            args: vec!["run", model, "--ids", "1,2", "--max-tokens", "40", "--ignore-eos", "--trace"],
+            whole: &is_trace,
+        },
+        Writer { args: vec!["perplexity", model, "--file", text_file, "--nll-out"], whole: &numbers },
+        Writer {
+            args: vec!["ladder", model, "--ids", "1,2", "--max-tokens", "1", "--budgets", "1M,64M", "--out"],
+            whole: &table,
+        },
+        Writer {
+            args: vec!["ladder", model, "--ids", "1,2", "--max-tokens", "1", "--budgets", "64M", "--svg"],
+            whole: &svg,
+        },
+        Writer { args: vec!["cachesim", trace, "--svg"], whole: &svg },
+    ];
+    let mut killed = 0;
+    for (i, Writer { args, whole }) in writers.iter().enumerate() {
+        let dir = folder.path().join(i.to_string());
+        std::fs::create_dir(&dir).expect("a folder");
+        let out = dir.join("out");
+        let command = || {
+            let mut command = k3();
+            command.args(args).arg(&out).stdout(Stdio::null()).stderr(Stdio::null());
+            command
+        };
+        let started = std::time::Instant::now();
+        assert!(command().status().expect("k3").success(), "{args:?}");
+        let takes = started.elapsed();
+        whole(&out);
+        // Something that every new file differs from.
+        let old = b"what was there before";
+        for moment in 0..KILLS {
+            std::fs::write(&out, old).expect("write");
+            let mut child = command().spawn().expect("k3");
+            std::thread::sleep(takes * moment / (KILLS - 1));
+            let _ended_before = child.kill();
+            killed += u32::from(child.wait().expect("k3").signal() == Some(9));
+            if std::fs::read(&out).expect("read") != old {
+                whole(&out);
+            }
+            let left: Vec<_> = std::fs::read_dir(&dir).expect("read_dir").map(|e| e.expect("entry").path()).collect();
+            assert!(left.len() == 1 && left[0] == out, "{args:?}: {left:?}");
+        }
+    }
+    assert!(killed > KILLS, "only {killed} were killed");
+}
+
+/// The same of what goes on where it was: a session's text and a batch's answers are those of a run that
+/// nobody killed.
+#[test]
+fn a_kill_of_a_session_or_a_batch_costs_no_word() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (dir, prompts) = (folder.path().join("out"), folder.path().join("prompts"));
+    std::fs::create_dir(&dir).expect("a folder");
+    let session = dir.join("session");
+    let kept = |tokens: &str, prompt: &[&str]| {
+        let mut command = k3();
+        command.args(["run", "--json", "--quiet", "--ignore-eos", "--memory", "64M", "--max-tokens", tokens]);
+        command.args(prompt).arg("--session").arg(&session).arg(tiny());
+        command
+    };
+    let ids = |command: &mut Command| {
+        let output = command.output().expect("k3");
+        assert_eq!(code(&output), 0, "{}", text(&output.stderr));
+        let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let part = |name: &str| found[name].as_array().expect("ids").clone();
+        [part("prompt_ids"), part("generated_ids")].concat()
+    };
+    let started = std::time::Instant::now();
+    let expected = ids(&mut kept("30", &["--ids", "1,2,3"]));
+    let takes = started.elapsed();
+    for moment in 0..KILLS {
+        std::fs::remove_file(&session).expect("remove");
+        assert_eq!(ids(&mut kept("2", &["--ids", "1,2,3"])), expected[..5]);
+        let mut command = kept("25", &[]);
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = command.spawn().expect("k3");
+        std::thread::sleep(takes * moment / (KILLS - 1));
+        let _ended_before = child.kill();
+        child.wait().expect("k3");
+        // A lock that nobody holds has no bytes, and goes with the next run.
+        for beside in std::fs::read_dir(&dir).expect("read_dir").map(|e| e.expect("entry")) {
+            let (name, len) = (beside.file_name(), beside.metadata().expect("metadata").len());
+            assert!(name == "session" || name == "session.lock" && len == 0, "moment {moment}: {name:?} is left");
+        }
+        let found = ids(&mut kept("1", &[]));
+        assert!(found.len() >= 6 && found[..] == expected[..found.len()], "moment {moment}: {found:?}");
+    }
+
+    let out = folder.path().join("answers");
+    let lines: Vec<_> = (1..5).map(|i| format!("{{\"id\": {i}, \"ids\": [{i}, 2, 3]}}\n")).collect();
+    std::fs::write(&prompts, lines.concat()).expect("write");
+    let batch = || {
+        let mut command = k3();
+        command.args(["batch", "--quiet", "--ignore-eos", "--max-tokens", "4", "--memory", "64M", "--input"]);
+        command.arg(&prompts).arg("--output").arg(&out).arg(tiny()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let answers = || {
+        let lines = std::fs::read_to_string(&out).expect("text");
+        let answers = lines.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        // The last line sums up.
+        let answers = answers.filter(|a| !a["id"].is_null());
+        let mut answers: Vec<_> = answers.map(|a| (a["id"].to_string(), a["generated_ids"].clone())).collect();
+        answers.sort_by(|a, b| a.0.cmp(&b.0));
+        answers
+    };
+    let started = std::time::Instant::now();
+    assert!(batch().status().expect("k3").success());
+    let takes = started.elapsed();
+    let expected = answers();
+    assert_eq!(expected.len(), 4);
+    for moment in 0..KILLS {
+        std::fs::remove_file(&out).expect("remove");
+        let mut child = batch().spawn().expect("k3");
+        std::thread::sleep(takes * moment / (KILLS - 1));
+        let _ended_before = child.kill();
+        child.wait().expect("k3");
+        assert!(batch().status().expect("k3").success(), "moment {moment}");
+        assert_eq!(answers(), expected, "moment {moment}");
+    }
+}
+
 /// Runs `script` in a mount namespace of its own, with the command as `$K3`, the model as `$MODEL`, a
 /// folder of inputs as `$IN` and one of 64 kB that goes away as `$AT`. None, said aloud, where that is not
 /// allowed.
@@ -313,7 +468,7 @@ fn mounted(script: &str, inputs: &Path) -> Option<Output> {
 }
 
 /// The commands that write a file, each to `$AT/out`.
-const WRITERS: [&str; 8] = [
+const WRITERS: [&str; 11] = [
     "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 1 --dump-logits \"$AT/out\"",
     "run \"$MODEL\" --quiet --ids 1,2,3 --max-tokens 400 --ignore-eos --trace \"$AT/out\"",
     "perplexity \"$MODEL\" --quiet --file /proc/filesystems --nll-out \"$AT/out\"",
@@ -321,6 +476,9 @@ const WRITERS: [&str; 8] = [
     "batch \"$MODEL\" --quiet --max-tokens 2 --input \"$IN/prompts\" --output \"$AT/out\"",
     "ladder \"$MODEL\" --quiet --ids 1,2 --max-tokens 1 --budgets 64M --out \"$AT/out\"",
     "cachesim \"$IN/trace\" --svg \"$AT/out\"",
+    "ladder \"$MODEL\" --quiet --ids 1,2 --max-tokens 1 --budgets 64M --svg \"$AT/out\"",
+    "chat \"$MODEL\" --quiet --message hello --max-tokens 2 --memory 64M --session \"$AT/out\"",
+    "pack \"$MODEL\" \"$AT/out\" --quiet",
     "synth \"$AT/out\"",
 ];
 

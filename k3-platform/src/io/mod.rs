@@ -16,6 +16,7 @@ mod patient;
 mod pool;
 mod set;
 mod throttled;
+mod unnamed;
 
 use std::io;
 use std::ops::Range;
@@ -30,6 +31,7 @@ pub use patient::{GaveUp, Patient};
 pub use pool::{Check, Done, Extent, Job, Priority, ReadPool};
 pub use set::{Changed, FileSet, PATIENCE, open_limit};
 pub use throttled::Throttled;
+pub use unnamed::{give_name, unnamed};
 
 /// The largest value [`ReadAt::alignment`] may have, in bytes. A buffer sized with room for it fits
 /// every file.

@@ -374,6 +374,8 @@ impl Part {
             return Err(fault(&path, PackFault::Busy));
         }
         let log = create(&log_path)?;
+        let empty = |file: &File| file.metadata().is_ok_and(|meta| meta.len() == 0);
+        let fresh = empty(&file) && empty(&log);
         let mut part = Self {
             path,
             log_path,
@@ -387,8 +389,18 @@ impl Part {
             sync_at,
             synced: Instant::now(),
         };
-        part.resume(head, planned).map_err(|e| part.failed(e))?;
+        if let Err(error) = part.resume(head, planned) {
+            if fresh {
+                part.remove();
+            }
+            return Err(part.failed(error));
+        }
         Ok(part)
+    }
+
+    /// Nothing was begun, so nothing is left behind.
+    fn remove(&self) {
+        let _gone = (std::fs::remove_file(&self.path), std::fs::remove_file(&self.log_path));
     }
 
     fn failed(&self, source: io::Error) -> PackError {
@@ -609,8 +621,7 @@ fn space(out: &Path, part: &Part, sources: &[Source], planned: &[Planned], coded
         return Ok(());
     }
     if part.written.is_empty() {
-        // Nothing was begun, so nothing is left behind.
-        let _gone = (std::fs::remove_file(&part.path), std::fs::remove_file(&part.log_path));
+        part.remove();
     }
     Err(fault(out, PackFault::Space { needed, free }).into())
 }
