@@ -2,6 +2,11 @@
 
 pub mod fuzz;
 
+// What k3-bin's `messages` refuses with; see `fuzz::messages`.
+#[expect(dead_code, reason = "the command uses all of it")]
+#[path = "../../k3-bin/src/fail.rs"]
+mod fail;
+
 use std::path::{Path, PathBuf};
 
 /// The checkpoints that are there, with their expected outputs: the project's own always, the ones

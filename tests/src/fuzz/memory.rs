@@ -6,12 +6,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// Bytes, and zeros behind them: a shard whose data nobody looks at.
+/// Bytes, zeros behind them, and bytes behind those: a shard whose data nobody looks at, or a pack
+/// that is as long as it says.
 #[derive(Debug)]
 pub(super) struct File {
     path: PathBuf,
     bytes: Vec<u8>,
     zeros: u64,
+    tail: Vec<u8>,
 }
 
 /// Files by their names; the folder of a path does not matter.
@@ -21,7 +23,12 @@ pub(super) struct Files(RwLock<HashMap<PathBuf, Arc<File>>>);
 impl Files {
     /// Adds a file, or puts it in the place of another. `zeros` bytes follow `bytes`.
     pub(super) fn put(&self, name: &str, bytes: Vec<u8>, zeros: u64) {
-        let file = Arc::new(File { path: name.into(), bytes, zeros });
+        self.put_hollow(name, bytes, zeros, Vec::new());
+    }
+
+    /// The same with `tail` behind the zeros.
+    pub(super) fn put_hollow(&self, name: &str, bytes: Vec<u8>, zeros: u64, tail: Vec<u8>) {
+        let file = Arc::new(File { path: name.into(), bytes, zeros, tail });
         // A target that panicked while it held the lock has left a whole map.
         self.0.write().unwrap_or_else(PoisonError::into_inner).insert(name.into(), file);
     }
@@ -40,7 +47,7 @@ impl Source for Files {
 
 impl ReadAt for File {
     fn len(&self) -> io::Result<u64> {
-        Ok((self.bytes.len() as u64).saturating_add(self.zeros))
+        Ok((self.bytes.len() as u64).saturating_add(self.zeros).saturating_add(self.tail.len() as u64))
     }
 
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
@@ -50,6 +57,11 @@ impl ReadAt for File {
         let copied = n.min(self.bytes.len() - from);
         buf[..copied].copy_from_slice(&self.bytes[from..][..copied]);
         buf[copied..n].fill(0);
+        // Where the tail begins, seen from the buffer, or how much of it lies before the buffer.
+        let tail = (self.bytes.len() as u64).saturating_add(self.zeros);
+        let before = usize::try_from(tail.saturating_sub(offset)).unwrap_or(usize::MAX).min(n);
+        let skipped = usize::try_from(offset.saturating_sub(tail)).unwrap_or(usize::MAX).min(self.tail.len());
+        buf[before..n].copy_from_slice(&self.tail[skipped..][..n - before]);
         Ok(n)
     }
 

@@ -10,6 +10,8 @@
 //! and mutations of both, with seeds that are the same in every run.
 
 mod memory;
+mod messages;
+mod stored;
 pub mod targets;
 
 use crate::root;
@@ -49,6 +51,14 @@ pub const TARGETS: &[Target] = &[
         mutations: 2000,
         words: targets::TAGS,
         ..Target::binary("conversation", targets::conversation, targets::conversation_seeds)
+    },
+    Target { mutations: 1000, ..Target::binary("coded", targets::coded, targets::coded_seeds) },
+    Target { mutations: 300, max_len: 16 << 10, ..Target::binary("trunk", targets::trunk, targets::trunk_seeds) },
+    Target { mutations: 300, max_len: 32 << 10, ..Target::binary("session", targets::session, targets::session_seeds) },
+    Target {
+        mutations: 300,
+        words: targets::MEMBERS,
+        ..Target::json("messages", targets::messages, targets::messages_seeds)
     },
     Target { mutations: 4000, max_len: 256, ..Target::binary("size", targets::size, targets::size_seeds) },
 ];

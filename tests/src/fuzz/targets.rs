@@ -1,5 +1,9 @@
-//! The functions. Each takes any bytes; a panic is a finding.
+//! The functions. Each takes any bytes; a panic is a finding. Those with a setting of their own have a file
+//! of their own.
 #![expect(clippy::missing_panics_doc, reason = "a panic is what a target is for")]
+
+pub use super::messages::{MEMBERS, messages, messages_seeds};
+pub use super::stored::{coded, coded_seeds, session, session_seeds, trunk, trunk_seeds};
 
 use super::memory::Files;
 use crate::root;
@@ -25,7 +29,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 /// The config of the smallest model there is.
-fn tiny_config() -> &'static ModelConfig {
+pub(super) fn tiny_config() -> &'static ModelConfig {
     static CONFIG: OnceLock<ModelConfig> = OnceLock::new();
     CONFIG.get_or_init(|| ModelConfig::parse(&fixture("k3-core/tests/tiny/config.json")).expect("the tiny config"))
 }
@@ -36,7 +40,7 @@ fn fixture(name: &str) -> Vec<u8> {
 }
 
 /// Formats an error, since a message is code too, and says that it is one line.
-fn message(error: &dyn std::error::Error) {
+pub(super) fn message(error: &dyn std::error::Error) {
     let text = error.to_string();
     assert!(!text.is_empty() && !text.contains('\n'), "a message of one line: {text:?}");
     let mut source = error.source();
@@ -235,10 +239,10 @@ pub fn header_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-const SHARDS: [&str; 2] = ["a.safetensors", "b.safetensors"];
+pub(super) const SHARDS: [&str; 2] = ["a.safetensors", "b.safetensors"];
 
 /// An index of [`tiny_config`] over two shards, the header of each, and the bytes of its data.
-fn tiny_files() -> (String, [(String, u64); 2]) {
+pub(super) fn tiny_files() -> (String, [(String, u64); 2]) {
     let mut index = String::from(r#"{"metadata":{"total_size":1},"weight_map":{"#);
     let mut shards = [const { (String::new(), 0) }; 2];
     for (i, tensor) in checkpoint::expected(tiny_config()).enumerate() {
@@ -261,7 +265,7 @@ fn tiny_files() -> (String, [(String, u64); 2]) {
     (index, shards)
 }
 
-fn put_shard(files: &Files, name: &str, header: &[u8], data: u64) {
+pub(super) fn put_shard(files: &Files, name: &str, header: &[u8], data: u64) {
     files.put(name, [&(header.len() as u64).to_le_bytes(), header].concat(), data);
 }
 
