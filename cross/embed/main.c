@@ -29,12 +29,24 @@ int main(int argc, char **argv) {
         return 2;
     }
     size_t archive_len = fread(buffer, 1, sizeof buffer, file);
+    int cut = fgetc(file) != EOF;
     fclose(file);
+    if (cut) {
+        fprintf(stderr, "%s: more than the %zu bytes there are\n", argv[1], sizeof buffer);
+        return 1;
+    }
 
     /* Behind the archive, on a border of 64: the ids, then the memory. */
-    size_t needed = 0, at = (archive_len + 63) / 64 * 64, ids_bytes = (ids_len * 4 + 63) / 64 * 64;
+    size_t at = archive_len + (64 - archive_len % 64) % 64, left = sizeof buffer - at;
+    if (ids_len > left / sizeof(uint32_t)) {
+        fprintf(stderr, "no room for %zu ids\n", ids_len);
+        return 1;
+    }
+    size_t ids_bytes = ids_len * sizeof(uint32_t);
+    ids_bytes += (64 - ids_bytes % 64) % 64;
+    size_t needed = 0;
     int32_t fault = k3_memory_needed(buffer, archive_len, ids_len, prompt_len, &needed);
-    if (fault == K3_OK && needed > sizeof buffer - at - ids_bytes)
+    if (fault == K3_OK && (ids_bytes > left || needed > left - ids_bytes))
         fault = K3_MEMORY;
     if (fault != K3_OK) {
         fprintf(stderr, "k3_memory_needed: %d (%zu bytes)\n", (int)fault, needed);

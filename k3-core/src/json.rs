@@ -787,7 +787,7 @@ fn plain(bytes: &[u8]) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::format;
     use std::string::{String, ToString};
@@ -800,6 +800,11 @@ mod tests {
 
     pub(super) fn looked_at(bytes: usize) {
         STEPS.set(STEPS.get() + bytes);
+    }
+
+    /// How many that were so far.
+    pub(crate) fn steps() -> usize {
+        STEPS.get()
     }
 
     /// Time is linear in the document: counted, since clocks of busy machines prove nothing.

@@ -90,19 +90,26 @@
 //!    [`Tensor::parse_json`](checkpoint::Tensor::parse_json) says which tensor it is,
 //!    [`Tensor::accepts`](checkpoint::Tensor::accepts) whether its shape is right, and
 //!    [`checkpoint::slot`] under which number, below [`checkpoint::slot_count`], to keep its place.
-//!    [`checkpoint::expected`] lists what must be there.
+//!    [`checkpoint::expected`] lists what must be there. Headers say everything, so
+//!    `model.safetensors.index.json` is only needed by who does not want to read them all.
 //! 3. [`Vocab::required`](tokenizer::Vocab::required) lines for [`Vocab::load`](tokenizer::Vocab::load) of
-//!    `tiktoken.model`; [`Specials::new`](tokenizer::Specials::new) above its ranks;
-//!    [`tokenizer::scratch_len`] lines for [`tokenizer::encode`].
-//! 4. [`State::lines`](model::State::lines) and [`Workspace::lines`](model::Workspace::lines), and a logit
-//!    for each id.
+//!    `tiktoken.model`; [`Specials::new`](tokenizer::Specials::new) above its ranks, which knows the released
+//!    names, so that `tokenizer_config.json` is only needed where names were changed;
+//!    [`tokenizer::scratch_len`] lines for [`tokenizer::encode`] of plain text. A conversation is put into the
+//!    model's form by [`chat::Prompt`].
+//! 4. [`State::lines`](model::State::lines) and [`Workspace::lines`](model::Workspace::lines), and
+//!    `vocab_size` logits.
 //! 5. [`Model::forward`](model::Model::forward) over the prompt, in chunks of any size, then over one id
-//!    at a time; [`argmax`](ops::sample::argmax) of the last position's logits;
-//!    [`Decoder`](tokenizer::Decoder) for its bytes.
+//!    at a time. A chunk whose logits nobody wants is given an empty slice for them, the last one a row for
+//!    its last position. [`argmax`](ops::sample::argmax) of that row is the next id;
+//!    [`Specials::is_stop`](tokenizer::Specials::is_stop) says whether it ends the text, and
+//!    [`Decoder`](tokenizer::Decoder) its bytes.
 //!
-//! The unit of memory is a [`Line`](carve::Line) of 64 bytes, on a border of 64. Weights are bytes of any
-//! alignment. The repository's `cross/embed` is all of this as a C library and a wasm module; its
-//! `Weights` over one buffer, with the reading of headers and an executor, is a file of 160 lines.
+//! The unit of memory is a [`Line`](carve::Line) of 64 bytes, on a border of 64; what it holds before does
+//! not matter. Weights are lent as they lie in the shards, little-endian and at any alignment; a machine of
+//! the other byte order does nothing about it. The repository's `cross/embed` is all of this as a C library
+//! and a wasm module; its `Weights` over one buffer, with the reading of headers and an executor, is a file
+//! of 160 lines.
 //!
 //! # Versions
 //!
@@ -133,7 +140,8 @@
 //!
 //! The environment must round to nearest, ties to even, and must not flush subnormals to zero or read
 //! them as zero (no FTZ, no DAZ). Rust assumes the same, so this only matters to a caller that changes
-//! the floating-point control register or links code that does.
+//! the floating-point control register or links code that does. 32-bit x86 needs SSE2 (`i686`, not `i586`),
+//! for the x87 unit rounds in other places.
 //!
 //! # Errors and panics
 //!

@@ -1,6 +1,8 @@
 /* k3-core for C: token ids from a checkpoint in memory. No allocation, no files, no threads, no
  * global state, no system calls; memcpy, memmove, memset and memcmp are all that must be linked.
  *
+ * Building.   `cargo build --release` in this folder makes target/release/libk3_embed.a, which is linked
+ *             like any other archive; for wasm, see run.sh. main.c and main.mjs are whole programs.
  * Ownership.  All memory is the caller's and stays so. Nothing is kept between two calls: when a
  *             function returns, every pointer it was given may be freed or used for something else.
  *             Calls that share no memory they write may run at the same time, with one archive too.
@@ -39,7 +41,8 @@ enum {
 };
 
 /* Writes to `needed` how many bytes of `memory` k3_generate wants for `ids_len` ids in all and a prompt
- * of `prompt_len` bytes. */
+ * of `prompt_len` bytes. It reads the config and the vocabulary, not the weights. On failure `needed` is
+ * unchanged. */
 int32_t k3_memory_needed(const uint8_t *archive, size_t archive_len, size_t ids_len, size_t prompt_len,
                          size_t *needed);
 
@@ -48,7 +51,8 @@ int32_t k3_memory_needed(const uint8_t *archive, size_t archive_len, size_t ids_
  * ordinary text.
  *
  * counts[0]: ids of the prompt. counts[1]: ids in all. bits: a hash (FNV-1a, 64 bits) over the logits
- * that were looked at, for comparing machines. On failure `ids` is undefined and the rest unchanged. */
+ * that were looked at, for comparing machines. On failure `counts` and `bits` are unchanged, and `ids`
+ * may hold anything. */
 int32_t k3_generate(const uint8_t *archive, size_t archive_len, uint8_t *memory, size_t memory_len,
                     const uint8_t *prompt, size_t prompt_len, uint32_t *ids, size_t ids_len,
                     size_t counts[2], uint64_t *bits);

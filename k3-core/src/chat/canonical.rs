@@ -1,14 +1,18 @@
 //! JSON as Python's `json.dumps` writes it: compact, non-ASCII kept, keys sorted where that is asked for.
 //!
-//! Nothing is allocated. Sorting an object looks for its next key again and again, so it takes time in
-//! the square of the number of its keys; [`KEYS`] bounds it.
+//! Nothing is allocated. An object is sorted by passing over it again for every [`BLOCK`] of its keys, at each
+//! level of nesting; [`KEYS`] and the parser's depth bound how often its bytes are looked at.
 
 use super::ChatError;
 use crate::json::{Event, JsonError, Number, Parser, Str};
+use core::cmp::Ordering;
 use core::fmt::Write as _;
 
 /// Keys an object may have. A tool's declaration has a dozen.
 pub(super) const KEYS: usize = 1024;
+
+/// Keys that are sorted in one pass: a kilobyte of stack for each level of nesting.
+const BLOCK: usize = 32;
 
 /// Text that is composed in the caller's buffer. What does not fit is counted and not kept.
 #[derive(Debug)]
@@ -90,19 +94,62 @@ pub(super) fn members<'j>(
     Ok(true)
 }
 
-/// Whether any key of the object is there twice.
-pub(super) fn unique(json: &[u8]) -> Result<(), Fault> {
-    let mut seen = 0usize;
-    members(json, |key, _, at| {
-        let mut place = 0usize;
-        members(json, |other, _, _| {
-            place = place.saturating_add(1);
-            if place <= seen && other == key { Err(Fault::Duplicate { offset: at }) } else { Ok(()) }
+/// Visits the members of the object `json` by rising key. Code points and UTF-8 bytes sort alike.
+///
+/// A key that is there twice is refused, as are too many keys.
+fn rising<'j>(json: &'j [u8], mut each: impl FnMut(Str<'j>, &'j [u8]) -> Result<(), Fault>) -> Result<(), Fault> {
+    let mut last: Option<Str<'j>> = None;
+    loop {
+        // The least keys above the last one, sorted.
+        let mut block: [Option<Str<'j>>; BLOCK] = [None; BLOCK];
+        let (mut count, mut more) = (0usize, false);
+        members(json, |key, _, at| {
+            count = count.saturating_add(1);
+            if count > KEYS {
+                return Err(Fault::Keys);
+            }
+            if last.is_some_and(|last| order(key, last).is_le()) {
+                return Ok(());
+            }
+            let held = block.partition_point(|other| other.is_some_and(|other| order(other, key).is_lt()));
+            if block.get(held).copied().flatten().is_some_and(|other| order(other, key).is_eq()) {
+                return Err(Fault::Duplicate { offset: at });
+            }
+            more |= block.last().is_some_and(Option::is_some);
+            if let Some(above @ [_, ..]) = block.get_mut(held..) {
+                above.rotate_right(1);
+                if let Some(place) = above.first_mut() {
+                    *place = Some(key);
+                }
+            }
+            Ok(())
         })?;
-        seen = seen.saturating_add(1);
-        if seen > KEYS { Err(Fault::Keys) } else { Ok(()) }
-    })?;
-    Ok(())
+        for key in block.into_iter().flatten() {
+            each(key, value_of(json, key)?)?;
+            last = Some(key);
+        }
+        if !more {
+            return Ok(());
+        }
+    }
+}
+
+fn order(a: Str<'_>, b: Str<'_>) -> Ordering {
+    a.chars().cmp(b.chars())
+}
+
+/// The value of a member of `json`.
+fn value_of<'j>(json: &'j [u8], key: Str<'j>) -> Result<&'j [u8], Fault> {
+    // Behind two quotes and what is between them.
+    let end = usize::try_from(key.offset()).unwrap_or(usize::MAX).saturating_add(key.source().len()).saturating_add(2);
+    let rest = json.get(end..).unwrap_or_default();
+    let colon = rest.iter().position(|&b| b == b':').unwrap_or(rest.len()).saturating_add(1);
+    Ok(Parser::new(rest.get(colon..).unwrap_or_default()).raw_value()?)
+}
+
+/// Refuses an object that has a key twice, or too many.
+pub(super) fn unique(json: &[u8]) -> Result<(), Fault> {
+    rising(json, |_, _| Ok(()))
 }
 
 /// Writes the value `json`. It nests no deeper than a parser allows, so neither does this.
@@ -146,36 +193,19 @@ pub(super) fn value(json: &[u8], order: Order, out: &mut Text<'_>) -> Result<(),
     Ok(())
 }
 
-/// Writes the members of an object by rising key. Code points and UTF-8 bytes sort alike.
+/// Writes the members of an object by rising key.
 fn sorted(json: &[u8], out: &mut Text<'_>) -> Result<(), Fault> {
     out.put(b"{");
-    let mut last: Option<Str<'_>> = None;
-    for _ in 0..=KEYS {
-        let mut next: Option<(Str<'_>, &[u8])> = None;
-        members(json, |key, value, at| {
-            if last.is_some_and(|last| key.chars().le(last.chars())) {
-                return Ok(());
-            }
-            match next {
-                Some((least, _)) if key == least => return Err(Fault::Duplicate { offset: at }),
-                Some((least, _)) if key.chars().gt(least.chars()) => {}
-                _ => next = Some((key, value)),
-            }
-            Ok(())
-        })?;
-        let Some((key, value_of)) = next else {
-            out.put(b"}");
-            return Ok(());
-        };
-        if last.is_some() {
-            out.put(b",");
-        }
+    let mut separator: &[u8] = b"";
+    rising(json, |key, value_of| {
+        out.put(separator);
+        separator = b",";
         string(key, out);
         out.put(b":");
-        value(value_of, Order::Sorted, out)?;
-        last = Some(key);
-    }
-    Err(Fault::Keys)
+        value(value_of, Order::Sorted, out)
+    })?;
+    out.put(b"}");
+    Ok(())
 }
 
 /// Writes a string with the escapes that Python writes when it keeps non-ASCII characters.
@@ -274,7 +304,9 @@ impl core::fmt::Write for Digits {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::json::tests::steps;
     use std::string::String;
+    use std::vec::Vec;
     use std::{format, vec};
 
     fn written(json: &str, order: Order) -> Result<String, Fault> {
@@ -348,6 +380,46 @@ mod tests {
         let many: String = (0..=KEYS).map(|i| format!("\"{i}\":0,")).collect();
         for order in [Order::Sorted, Order::Kept] {
             assert_eq!(written(&format!("{{{many}\"x\":0}}"), order), Err(Fault::Keys));
+        }
+    }
+    /// A list of tools with some hundred keys on each of sixty levels took minutes: every level looked at all
+    /// that was in it again for every key. What a message list found when it was to be fuzzed.
+    #[test]
+    fn deep_objects_with_many_keys_are_not_looked_at_for_each_key() {
+        let keys = |i: usize| format!("\"{}{i}\":0", if i.is_multiple_of(2) { "b" } else { "a" });
+        let level: String = (0..200).map(|i| keys(i * 7919 % 200) + ",").collect();
+        let json = (0..60).fold("0".into(), |json: String, _| format!("{{{level}\"m\":{json}}}"));
+        for order in [Order::Sorted, Order::Kept] {
+            let mut text = Text::new(&mut []);
+            let before = steps();
+            value(json.as_bytes(), order, &mut text).unwrap();
+            let looks = steps() - before;
+            // At each level seven passes for 201 keys and a few more, some bytes being looked at twice.
+            assert!(looks < 60 * 24 * json.len(), "{looks} looks at {} bytes", json.len());
+            assert_eq!(text.len(), json.len());
+        }
+    }
+
+    #[test]
+    fn blocks_join_without_a_seam() {
+        for count in [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, KEYS] {
+            let name = |i: usize| format!("k{:04}", i * 7919 % 10007);
+            let object = |names: Vec<String>| {
+                let members: Vec<String> =
+                    names.iter().map(|name| format!("\"{name}\":{{\"v\":[1,\"{name}\"]}}")).collect();
+                format!("{{{}}}", members.join(","))
+            };
+            let names: Vec<String> = (0..count).map(name).collect();
+            let mut rising = names.clone();
+            rising.sort();
+            let mut buffer = vec![0; 64 << 10];
+            let mut text = Text::new(&mut buffer);
+            value(object(names.clone()).as_bytes(), Order::Sorted, &mut text).unwrap();
+            assert!(text.finish().unwrap() == object(rising).as_bytes(), "{count} keys");
+            // The first key again at the end, whatever block it is in.
+            let twice = [&names[1..], &names[..1], &names[..1]].concat();
+            let refused = written(&object(twice), Order::Sorted);
+            assert!(matches!(refused, Err(Fault::Duplicate { .. } | Fault::Keys)), "{count} keys");
         }
     }
 }
