@@ -170,14 +170,12 @@ mod fix {
     pub(super) const RUN: u8 = 8;
 }
 
-/// Where the records of segments are in a table, how many bytes the table has, and where its segments end.
-fn outline(table: &[u8]) -> (u64, u64, u64) {
+/// Where the records of segments are in a table, as far as they are there, and how many bytes the table has.
+fn outline(table: &[u8]) -> (Vec<usize>, u64) {
     let [groups, tensors, segments, pieces] = [0, 4, 8, 12].map(|at| u32_at(table, at));
     let at = 16 + 8 * groups + 40 * tensors;
-    let end = (0..segments)
-        .map_while(|i| range(table, at + 24 * i, 24))
-        .fold(PAGE as u64, |end, record| end + u32_at(table, record.start + 8));
-    (at, at + 24 * (segments + pieces), end)
+    let records = (0..segments).map_while(|i| range(table, at + 24 * i, 24)).map(|record| record.start).collect();
+    (records, at + 24 * (segments + pieces))
 }
 
 /// A pack as the input says: the front of the file, the zeros behind it, and the table.
@@ -188,7 +186,8 @@ fn packed(data: &[u8]) -> Option<(Vec<u8>, u64, Vec<u8>)> {
     let (table, segments) = rest.split_at(len);
     let mut table = table.to_vec();
     let mut file = [&b"K3TRUNK\0"[..], fields].concat();
-    let (records, _, end) = outline(&table);
+    let (records, _) = outline(&table);
+    let end = records.iter().fold(PAGE as u64, |end, record| end + u32_at(&table, record + 8));
     if fixes & fix::LENGTHS != 0 {
         put(&mut file, 16, end + len as u64);
         put(&mut file, 24, end);
@@ -201,13 +200,10 @@ fn packed(data: &[u8]) -> Option<(Vec<u8>, u64, Vec<u8>)> {
     if fixes & fix::DATA_SUMS != 0 && table_at <= WHOLE {
         let mut whole = file.clone();
         whole.resize(whole.len().max(usize::try_from(table_at).unwrap_or(0)), 0);
-        let mut at = records;
-        while let Some(record) = range(&table, at, 24) {
-            let (offset, len) = (u64_at(&table, record.start), u32_at(&table, record.start + 8));
-            if let Some(segment) = range(&whole, offset, len) {
-                put(&mut table, record.start + 16, xxh3_64(&whole[segment]));
+        for record in records {
+            if let Some(segment) = range(&whole, u64_at(&table, record), u32_at(&table, record + 8)) {
+                put(&mut table, record + 16, xxh3_64(&whole[segment]));
             }
-            at += 24;
         }
     }
     if fixes & fix::OUTER_SUMS != 0 {
@@ -294,7 +290,7 @@ fn run(files: &Arc<Files>, path: &Path, whole: bool) {
 /// The model's own packs, without the segments' bytes: zeros are a coded block, too.
 #[must_use]
 pub fn trunk_seeds() -> Vec<Vec<u8>> {
-    let (_, checkpoint) = model();
+    let (files, mut checkpoint) = model();
     let mut seeds = Vec::new();
     for coded in [false, true] {
         let path = temporary("trunk");
@@ -311,6 +307,12 @@ pub fn trunk_seeds() -> Vec<Vec<u8>> {
         seeds.push(
             [&[fix::DATA_SUMS | fix::OUTER_SUMS | fix::RUN][..], fields, table, &file[PAGE..PAGE + 512]].concat(),
         );
+    }
+    // Only what is accepted leads a fuzzer on.
+    for seed in seeds.iter().filter(|seed| seed[0] & fix::OUTER_SUMS != 0) {
+        let (front, zeros, table) = packed(seed).expect("a pack");
+        files.put_hollow("trunk.k3", front, zeros, table);
+        checkpoint.use_pack(Path::new("/model/trunk.k3")).expect("the model's own");
     }
     seeds
 }
@@ -355,13 +357,9 @@ fn sum_parts(file: &mut [u8]) -> Option<()> {
     Some(())
 }
 
-/// A session file of any form: refused and left as it is, or resumed from where it says, and written again.
-///
-/// The input is what is made true, and the file.
-pub fn session(data: &[u8]) {
-    static MODEL: OnceLock<(Checkpoint, Mutex<Engine>)> = OnceLock::new();
-    let (checkpoint, engine) = MODEL.get_or_init(|| (model().1, Mutex::new(engine(model().1))));
-    let Some((&fixes, file)) = data.split_first() else { return };
+/// A session file as the input says, and its first byte.
+fn written(data: &[u8]) -> Option<(u8, Vec<u8>)> {
+    let (&fixes, file) = data.split_first()?;
     let mut file = file.to_vec();
     if fixes & fix::DATA_SUMS != 0 {
         let _some_parts_are_not_in_the_file = sum_parts(&mut file);
@@ -374,6 +372,16 @@ pub fn session(data: &[u8]) {
         let sum = Checksum::of(&file[..session_at::SUM]);
         put(&mut file, session_at::SUM, sum);
     }
+    Some((fixes, file))
+}
+
+/// A session file of any form: refused and left as it is, or resumed from where it says, and written again.
+///
+/// The input is what is made true, and the file.
+pub fn session(data: &[u8]) {
+    static MODEL: OnceLock<(Checkpoint, Mutex<Engine>)> = OnceLock::new();
+    let (checkpoint, engine) = MODEL.get_or_init(|| (model().1, Mutex::new(engine(model().1))));
+    let Some((fixes, file)) = written(data) else { return };
     // A target that panicked while it held the lock has left an engine that can be reset.
     let mut engine = engine.lock().unwrap_or_else(PoisonError::into_inner);
     let path = temporary("session");
@@ -440,5 +448,11 @@ pub fn session_seeds() -> Vec<Vec<u8>> {
     short.truncate(short.len() - 16 * 3);
     put(&mut short, 1 + session_at::STATES, 0);
     seeds.push(short);
+    // Only what is accepted leads a fuzzer on.
+    for seed in seeds.iter().filter(|seed| seed.len() > 1 + session_at::HEADER) {
+        std::fs::write(&path, written(seed).expect("a file").1).expect("a place for temporary files");
+        resumed(&path, &checkpoint, &mut engine, true).expect("the model's own");
+        std::fs::remove_file(&path).expect("it is there");
+    }
     seeds
 }
