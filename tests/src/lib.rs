@@ -2,10 +2,25 @@
 
 pub mod fuzz;
 
-// What k3-bin's `messages` refuses with; see `fuzz::messages`.
-#[expect(dead_code, reason = "the command uses all of it")]
-#[path = "../../k3-bin/src/fail.rs"]
-mod fail;
+/// What k3-bin's `messages`, which is fuzzed, refuses with: as much of it as is looked at.
+mod fail {
+    #[derive(Debug)]
+    pub(crate) struct Failure {
+        pub(crate) message: String,
+    }
+
+    impl Failure {
+        pub(crate) fn usage(message: impl Into<String>, _hint: impl Into<String>) -> Self {
+            Self { message: message.into() }
+        }
+    }
+
+    impl From<k3_platform::error::Error> for Failure {
+        fn from(error: k3_platform::error::Error) -> Self {
+            Self { message: error.to_string() }
+        }
+    }
+}
 
 use std::path::{Path, PathBuf};
 

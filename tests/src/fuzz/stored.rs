@@ -142,7 +142,7 @@ pub fn coded(data: &[u8]) {
 pub fn coded_seeds() -> Vec<Vec<u8>> {
     let mut seeds = Vec::new();
     for (rows, cols) in [(3_u8, 40_u8), (1, 32), (2, 5), (0, 7)] {
-        let weight = |i: u32| (0x3c00 | i * 7 % 0x3ff) ^ if i % 29 == 3 { 0x7000 } else { 0 };
+        let weight = |i: u32| (0x3c00 | (i * 7 % 0x3ff)) ^ if i % 29 == 3 { 0x7000 } else { 0 };
         let weights = 0..u32::from(rows) * u32::from(cols);
         let raw: Vec<u8> = weights.flat_map(|i| weight(i).to_le_bytes()[..2].to_vec()).collect();
         let mut block = vec![0; 4096];
