@@ -1,5 +1,8 @@
 //! What the tests share: where fixtures are, how to damage them, how to run them.
 
+// The tests of `messages`, which `fuzz` takes along, know this crate by its name.
+extern crate self as k3_tests;
+
 pub mod fuzz;
 
 /// What k3-bin's `messages`, which is fuzzed, refuses with: as much of it as is looked at.

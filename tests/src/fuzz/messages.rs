@@ -2,7 +2,7 @@
 #![expect(clippy::missing_panics_doc, reason = "a panic is what a target is for")]
 
 // A command is no library that could be called, so the file that reads is compiled here again.
-#[expect(dead_code, reason = "the command uses all of it")]
+#[cfg_attr(not(test), expect(dead_code, reason = "the command uses all of it"))]
 #[path = "../../../k3-bin/src/messages.rs"]
 mod command;
 
