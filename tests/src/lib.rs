@@ -5,10 +5,6 @@ extern crate self as k3_tests;
 
 pub mod fuzz;
 
-// Its tests name this crate.
-#[cfg(test)]
-extern crate self as k3_tests;
-
 /// What k3-bin's `messages`, which is fuzzed, refuses with: as much of it as is looked at.
 mod fail {
     #[derive(Debug)]
