@@ -517,7 +517,7 @@ impl Terminal {
     /// `None` where there is no `script`.
     fn new(args: &[&str], dir: &Path) -> Option<Self> {
         let word = |word: &str| format!(" '{}'", word.replace('\'', r"'\''"));
-        let words = [&[env!("CARGO_BIN_EXE_k3")], args, &[utf8(dir)]].concat();
+        let words = [&super::program()[..], args, &[utf8(dir)]].concat();
         let line = "exec".to_owned() + &words.into_iter().map(word).collect::<String>();
         let mut script = Command::new("script");
         script.args(["-q", "-e", "-f", "-c", &line, "/dev/null"]).env_remove("K3_MODEL").env("TERM", "xterm");
