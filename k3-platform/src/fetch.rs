@@ -2,7 +2,7 @@
 
 use crate::aligned::AlignedBuf;
 use crate::error::Error;
-use crate::io::{Check, Done, Extent, FileSet, Job, ReadError, ReadFault, ReadPool, Window};
+use crate::io::{Check, Done, Extent, FileSet, Job, ReadError, ReadFault, ReadPool, Schedule, Window};
 use crate::segment::{Read, block};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +22,7 @@ pub struct Fetch {
     pool: ReadPool,
     files: FileSet,
     stop: Arc<AtomicBool>,
+    schedule: Option<Arc<dyn Schedule>>,
 }
 
 impl std::fmt::Debug for Fetch {
@@ -36,8 +37,9 @@ impl Fetch {
     /// # Errors
     /// [`Error::Threads`] if the system refuses a thread.
     pub fn new(files: FileSet, readers: usize, stop: Arc<AtomicBool>) -> Result<Self, Error> {
-        let pool = ReadPool::new(readers).map_err(Error::Threads)?;
-        Ok(Self { pool, files, stop })
+        let schedule = files.schedule();
+        let pool = ReadPool::scheduled(readers, schedule.clone()).map_err(Error::Threads)?;
+        Ok(Self { pool, files, stop, schedule })
     }
 
     /// Bytes that came from files.
@@ -95,11 +97,20 @@ impl Fetch {
                 let _nobody_listens = reply.send(Done { tag, buffer, result });
             }
         }
+        self.pause(false);
+    }
+
+    /// A point at which readers may overtake the consumer; see [`Schedule`].
+    fn pause(&self, waits: bool) {
+        if let Some(schedule) = &self.schedule {
+            schedule.pause(waits, &|| self.pool.readers());
+        }
     }
 
     /// # Errors
     /// [`Error::Stopped`] once the stop flag is set.
     pub fn check(&self) -> Result<(), Error> {
+        self.pause(false);
         if self.stop.load(Ordering::Relaxed) { Err(Error::Stopped) } else { Ok(()) }
     }
 
@@ -130,6 +141,14 @@ impl Fetch {
     }
 
     fn glance(&self, answers: &Receiver<Fetched>) -> Result<Option<Fetched>, Error> {
+        if self.schedule.is_some() {
+            // Its readers stand still while this thread waits for the clock, which it must not see.
+            if let Ok(fetched) = answers.try_recv() {
+                return Ok(Some(fetched));
+            }
+            self.pause(true);
+            return Ok(answers.try_recv().ok());
+        }
         match answers.recv_timeout(GLANCE) {
             Ok(fetched) => Ok(Some(fetched)),
             Err(RecvTimeoutError::Timeout) => match self.pool.stalled(self.files.patience()) {

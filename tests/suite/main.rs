@@ -14,6 +14,7 @@ mod pack;
 mod prefill;
 mod refusals;
 mod run;
+mod schedules;
 mod sequences;
 mod session;
 mod soak;

@@ -14,6 +14,7 @@ mod disk;
 mod faulty;
 mod patient;
 mod pool;
+mod schedule;
 mod set;
 mod throttled;
 mod unnamed;
@@ -29,6 +30,7 @@ pub use disk::{Disk, File, Mode, free_space};
 pub use faulty::{Faults, Faulty};
 pub use patient::{GaveUp, Patient};
 pub use pool::{Check, Done, Extent, Job, Priority, ReadPool};
+pub use schedule::Schedule;
 pub use set::{Changed, FileSet, PATIENCE, open_limit};
 pub use throttled::Throttled;
 pub use unnamed::{give_name, unnamed};
@@ -142,6 +144,11 @@ pub trait Source: Send + Sync {
     /// As [`Source::open`].
     fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
         self.open(path)
+    }
+
+    /// Who decides which reader of its files goes on: nobody, except in tests.
+    fn schedule(&self) -> Option<Arc<dyn Schedule>> {
+        None
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::{ReadAt, ReadError, ReadFault, Window, error, read_window};
+use super::{ReadAt, ReadError, ReadFault, Schedule, Window, error, read_window};
 use crate::aligned::AlignedBuf;
 
 /// What is read first.
@@ -87,6 +87,8 @@ pub struct Done<T> {
 type Answer = Box<dyn FnOnce(AlignedBuf, Result<(), ReadError>) + Send>;
 
 struct Task {
+    /// Jobs submitted before.
+    number: u64,
     extents: Vec<Extent>,
     checks: Vec<Check>,
     buffer: AlignedBuf,
@@ -98,6 +100,7 @@ struct Queue {
     urgent: VecDeque<Task>,
     prefetch: VecDeque<Task>,
     closed: bool,
+    submitted: u64,
     /// Jobs that are being read, since when there has been one without a break, and how long there was
     /// before.
     active: usize,
@@ -129,6 +132,7 @@ struct Shared {
     bytes: AtomicU64,
     /// What each thread waits for the system to answer.
     waits: Vec<Mutex<Option<Wait>>>,
+    schedule: Option<Arc<dyn Schedule>>,
 }
 
 /// A read the system has not answered.
@@ -170,6 +174,11 @@ impl ReadPool {
     /// # Errors
     /// The system's, if it refuses a thread.
     pub fn new(threads: usize) -> io::Result<Self> {
+        Self::scheduled(threads, None)
+    }
+
+    /// The same with somebody who decides which thread goes on.
+    pub(crate) fn scheduled(threads: usize, schedule: Option<Arc<dyn Schedule>>) -> io::Result<Self> {
         let threads = threads.max(1);
         let shared = Shared {
             queue: Mutex::default(),
@@ -177,6 +186,7 @@ impl ReadPool {
             idle: Condvar::new(),
             bytes: AtomicU64::new(0),
             waits: (0..threads).map(|_| Mutex::default()).collect(),
+            schedule,
         };
         let mut pool = Self { shared: Arc::new(shared), workers: Vec::new() };
         for i in 0..threads {
@@ -195,8 +205,9 @@ impl ReadPool {
         let answer = Box::new(move |buffer, result| {
             let _nobody_listens = reply.send(Done { tag, buffer, result });
         });
-        let task = Task { extents, checks, buffer, answer };
         let mut queue = self.shared.lock();
+        let task = Task { number: queue.submitted, extents, checks, buffer, answer };
+        queue.submitted += 1;
         match priority {
             Priority::Urgent => queue.urgent.push_back(task),
             Priority::Prefetch => queue.prefetch.push_back(task),
@@ -220,6 +231,13 @@ impl ReadPool {
         let Wait { file, offset, since } = oldest.as_ref()?;
         let waited = since.elapsed();
         (waited >= limit).then(|| error(&**file, *offset, ReadFault::Stalled { seconds: waited.as_secs() }))
+    }
+
+    /// Threads that have a job; `None` while one that has none is about to take one.
+    pub(crate) fn readers(&self) -> Option<usize> {
+        let queue = self.shared.lock();
+        let queued = queue.urgent.len() + queue.prefetch.len();
+        (queued == 0 || queue.active == self.workers.len()).then_some(queue.active)
     }
 
     /// How long there was at least one job being read.
@@ -263,7 +281,7 @@ impl Drop for ReadPool {
 fn work(shared: &Shared, number: usize) {
     loop {
         let mut queue = shared.lock();
-        let Task { extents, checks, mut buffer, answer } = loop {
+        let Task { number: job, extents, checks, mut buffer, answer } = loop {
             if let Some(task) = queue.urgent.pop_front().or_else(|| queue.prefetch.pop_front()) {
                 queue.begin();
                 break task;
@@ -274,6 +292,9 @@ fn work(shared: &Shared, number: usize) {
             queue = shared.ready.wait(queue).unwrap_or_else(PoisonError::into_inner);
         };
         drop(queue);
+        if let Some(schedule) = &shared.schedule {
+            schedule.takes(job);
+        }
         let result = extents.iter().try_for_each(|extent| {
             // The buffer's contents are unspecified after an error, so a broken-off write is fine.
             let read = catch_unwind(AssertUnwindSafe(|| {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
-use super::{MAX_ALIGNMENT, ReadAt, ReadError, ReadFault, Source, Stamp};
+use super::{MAX_ALIGNMENT, ReadAt, ReadError, ReadFault, Schedule, Source, Stamp};
 
 /// How many files a set should keep open in this process: half of the soft limit on descriptors,
 /// between 1 and 256. The other half is for whoever else opens files.
@@ -66,6 +66,7 @@ struct Inner {
     paths: Vec<PathBuf>,
     state: Mutex<State>,
     changed: Condvar,
+    schedule: Option<Arc<dyn Schedule>>,
 }
 
 struct State {
@@ -102,8 +103,11 @@ impl FileSet {
         let (paths, stamps): (Vec<_>, Vec<_>) = files.into_iter().unzip();
         let slots = paths.iter().map(|_| Slot::Closed).collect();
         let facts = vec![None; paths.len()];
+        let schedule = source.schedule();
+        let limit = schedule.as_ref().map_or(limit, |s| s.descriptors().min(limit));
         let state = State { slots, facts, stamps, open: 0, limit: limit.max(1), clock: 0 };
-        Self(Arc::new(Inner { source, paths, state: Mutex::new(state), changed: Condvar::new() }), PATIENCE)
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Self(Arc::new(Inner { source, paths, state, changed, schedule }), PATIENCE)
     }
 
     /// The same set with another [`PATIENCE`].
@@ -116,6 +120,11 @@ impl FileSet {
     #[must_use]
     pub const fn patience(&self) -> Duration {
         self.1
+    }
+
+    /// Who decides which reader goes on; see [`Source::schedule`].
+    pub(crate) fn schedule(&self) -> Option<Arc<dyn Schedule>> {
+        self.0.schedule.clone()
     }
 
     /// Number of files in the set.
@@ -185,6 +194,9 @@ impl Inner {
     /// The file, open, and kept open until the lease is dropped.
     fn lease(&self, index: usize) -> io::Result<Lease<'_>> {
         let mut refused = None;
+        if let Some(schedule) = &self.schedule {
+            schedule.asks();
+        }
         let mut state = self.lock();
         loop {
             if let Some(file) = state.take_up(index) {
@@ -217,8 +229,28 @@ impl Inner {
                 };
                 continue;
             }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.sleep(state);
         }
+    }
+
+    /// Until something has changed.
+    fn sleep<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        if let Some(schedule) = &self.schedule {
+            schedule.sleeps();
+        }
+        let state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        let Some(schedule) = &self.schedule else { return state };
+        drop(state);
+        schedule.asks();
+        self.lock()
+    }
+
+    /// Wakes who sleeps. Takes the lock's guard to show that it is held.
+    fn wake(&self, _: &MutexGuard<'_, State>) {
+        if let Some(schedule) = &self.schedule {
+            schedule.wakes();
+        }
+        self.changed.notify_all();
     }
 
     /// Opens a file in a place that is free, without the lock: a slow open delays nobody else.
@@ -246,7 +278,7 @@ impl Inner {
         state.stamps[index] = known.or(stamp);
         let used = state.clock;
         state.slots[index] = Slot::Open { file, users: 0, used };
-        self.changed.notify_all();
+        self.wake(&state);
         Ok(state)
     }
 }
@@ -285,7 +317,7 @@ impl Drop for Place<'_> {
         let mut state = self.set.lock();
         state.slots[self.index] = Slot::Closed;
         state.open -= 1;
-        self.set.changed.notify_all();
+        self.set.wake(&state);
     }
 }
 
@@ -301,10 +333,11 @@ impl Drop for Lease<'_> {
     fn drop(&mut self) {
         // Before the slot is given up, so that closing the slot closes the descriptor.
         self.file = None;
-        if let Slot::Open { users, .. } = &mut self.set.lock().slots[self.index] {
+        let mut state = self.set.lock();
+        if let Slot::Open { users, .. } = &mut state.slots[self.index] {
             *users -= 1;
         }
-        self.set.changed.notify_all();
+        self.set.wake(&state);
     }
 }
 
