@@ -14,13 +14,15 @@
 //! a step at the same time, so data races and the order of memory are not looked at: for the former there
 //! is no unsafe code here, and the latter is left to locks and channels.
 
-use crate::run::{How, run};
+use k3_core::backend::Backend;
+use k3_core::ops::sample::argmax;
 use k3_core::view::TokenId;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, ReadAt, Schedule, Source, Stamp};
 use k3_platform::plan::Request;
+use k3_platform::policy::Policy;
 use k3_tests::checkpoints;
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -102,8 +104,11 @@ struct Inner {
     steps: u64,
     places: u64,
     trace: u64,
-    /// The place at which the engine is stopped, and the step from which on a read fails.
+    /// Places where the engine waited.
+    waits: u64,
+    /// The place, or the wait, at which the engine is stopped, and the step from which on a read fails.
     stop_at: Option<u64>,
+    stop_wait: Option<u64>,
     fail_at: Option<u64>,
     failed: u64,
     over: bool,
@@ -244,8 +249,9 @@ impl Schedule for Explorer {
     fn pause(&self, waits: bool, readers: &dyn Fn() -> Option<usize>) {
         let mut inner = self.0.settle(readers);
         inner.places += 1;
-        if inner.stop_at.is_some_and(|n| inner.places >= n) {
-            inner.stop_at = None;
+        inner.waits += u64::from(waits);
+        if inner.stop_at.is_some_and(|n| inner.places >= n) || inner.stop_wait.is_some_and(|n| inner.waits >= n) {
+            (inner.stop_at, inner.stop_wait) = (None, None);
             self.0.stop.store(true, Ordering::Relaxed);
         }
         let eager = inner.eager;
@@ -347,11 +353,51 @@ fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|v| v.to_bits()).collect()
 }
 
+/// What a run has to work with.
+#[derive(Debug)]
+struct Shape {
+    readers: usize,
+    ring: usize,
+    arena: usize,
+    /// The ring's slots, measured in the least that can do.
+    slot: usize,
+    /// A bit for each layer, and for the head.
+    pins: u64,
+}
+
+/// An engine of this shape.
+fn engine(dir: &Path, source: Arc<dyn Source>, shape: &Shape, stop: Arc<AtomicBool>) -> Engine {
+    let checkpoint = Checkpoint::open(dir, source).expect("open");
+    let request = Request {
+        budget: 1 << 30,
+        context: 8,
+        prompt: 4,
+        chunk: Some(4),
+        threads: 1,
+        readers: shape.readers,
+        all_logits: true,
+        speculate: 0,
+        sequences: 1,
+        policy: Policy::default(),
+        touched: 0,
+        beside: 0,
+    };
+    let mut plan = checkpoint.plan(&request, 0).expect("a plan");
+    (plan.slot, plan.ring, plan.arena) = (shape.slot * checkpoint.walk().least_slot(), shape.ring, shape.arena);
+    plan.keeps.iter_mut().enumerate().for_each(|(i, keeps)| *keeps = shape.pins >> i & 1 == 1);
+    Engine::new(checkpoint, plan, Backend::detect(), stop).expect("an engine")
+}
+
+/// A single reader answers in the order of the questions.
 fn right(dir: &Path) -> Right {
-    let out = run(dir, &How { threads: 1, chunk: Some(4), ..How::default() }, &PROMPT, 1).expect("a run");
-    let vocab = out.logits.len() / 5;
-    let (prompt, then) = out.logits.split_at(4 * vocab);
-    Right { prompt: bits(prompt), token: out.generated[0], then: bits(then) }
+    let shape = Shape { readers: 1, ring: 1, arena: 1, slot: 1, pins: 0 };
+    let mut engine = engine(dir, Arc::new(Disk::new(Mode::Buffered)), &shape, Arc::default());
+    let vocab = engine.checkpoint().config().vocab_size;
+    let (mut prompt, mut then) = (vec![0.0; PROMPT.len() * vocab], vec![0.0; vocab]);
+    engine.step(&PROMPT, &mut prompt, &mut ()).expect("a pass");
+    let token = argmax(&prompt[prompt.len() - vocab..]).expect("finite").expect("a vocabulary");
+    engine.step(&[token], &mut then, &mut ()).expect("a pass");
+    Right { prompt: bits(&prompt), token, then: bits(&then) }
 }
 
 /// What a seed has met.
@@ -373,9 +419,14 @@ fn explore(dir: &Path, right: &Right, seed: u64) -> Met {
         2 => Order::Ranked(8),
         _ => Order::Any,
     };
-    let (readers, descriptors) = ([1, 2, 4][random.below(3)], 1 + random.below(2));
-    let (ring, arena) = (1 + random.below(3), [1, 2, 5, 40][random.below(4)]);
-    let pins = if random.one_in(2) { 0 } else { random.next() & random.next() };
+    let shape = Shape {
+        readers: [1, 2, 4][random.below(3)],
+        ring: 1 + random.below(3),
+        arena: [1, 1, 2, 5, 40][random.below(5)],
+        slot: [1, 2, 4, 8][random.below(4)],
+        pins: if random.one_in(2) { 0 } else { random.next() & random.next() & 0x3ff },
+    };
+    let descriptors = 1 + random.below(2);
     let eager = [1, 3, 1 << 30][random.below(3)];
     let stop = Arc::new(AtomicBool::new(false));
     let inner = Inner {
@@ -388,50 +439,30 @@ fn explore(dir: &Path, right: &Right, seed: u64) -> Met {
         asleep: BTreeSet::new(),
         steps: 0,
         places: 0,
+        waits: 0,
         trace: seed,
         stop_at: None,
+        stop_wait: None,
         fail_at: None,
         failed: 0,
         over: false,
     };
     let (disk, inner, changed) = (Disk::new(Mode::Buffered), Mutex::new(inner), Condvar::new());
     let explorer = Explorer(Arc::new(Shared { seed, disk, descriptors, stop: Arc::clone(&stop), inner, changed }));
-    let checkpoint = Checkpoint::open(dir, Arc::new(explorer.clone())).expect("open");
-    let mut engine = {
-        let request = Request {
-            budget: 1 << 30,
-            context: 8,
-            prompt: 4,
-            chunk: Some(4),
-            threads: 1,
-            readers,
-            all_logits: true,
-            speculate: 0,
-            sequences: 1,
-            policy: k3_platform::policy::Policy::default(),
-            touched: 0,
-            beside: 0,
-        };
-        let mut plan = checkpoint.plan(&request, 0).expect("a plan");
-        (plan.slot, plan.ring, plan.arena) = (checkpoint.walk().least_slot(), ring, arena);
-        plan.keeps.iter_mut().enumerate().for_each(|(i, keeps)| *keeps = pins >> i & 1 == 1);
-        Engine::new(checkpoint, plan, How::default().backend, Arc::clone(&stop)).expect("an engine")
-    };
+    let mut engine = engine(dir, Arc::new(explorer.clone()), &shape, Arc::clone(&stop));
     // Dropped before the engine.
     let release = Release(explorer.clone());
-    let what = format!(
-        "seed {seed}: {order:?}, {readers} readers, {descriptors} descriptors, ring {ring}, pins {pins:b}, arena {arena}"
-    );
+    let what = format!("seed {seed}: {order:?}, {descriptors} descriptors, {shape:?}");
     let mut met = Met::default();
     let (mut prompt, mut then) = (vec![0.0; right.prompt.len()], vec![0.0; right.then.len()]);
     for round in 0..3 {
         {
             let mut inner = explorer.0.lock();
-            // A pass has some hundred places and steps.
-            let within = 1 + inner.random.below(700) as u64;
-            match inner.random.below(4) {
-                0 => inner.stop_at = Some(inner.places + within),
-                1 => inner.fail_at = Some(inner.steps + within),
+            let within = |random: &mut Random, most: usize| 1 + random.below(most) as u64;
+            match inner.random.below(5) {
+                0 => inner.stop_at = Some(inner.places + within(&mut inner.random, 1500)),
+                1 | 2 => inner.stop_wait = Some(inner.waits + within(&mut inner.random, 250)),
+                3 => inner.fail_at = Some(inner.steps + within(&mut inner.random, 900)),
                 _ => {}
             }
         }
@@ -459,12 +490,15 @@ fn explore(dir: &Path, right: &Right, seed: u64) -> Met {
         assert!(bits(&then) == right.then, "{what}, round {round}: other bits after the token");
         // Not met this time.
         let mut inner = explorer.0.lock();
-        (inner.stop_at, inner.fail_at) = (None, None);
+        (inner.stop_at, inner.stop_wait, inner.fail_at) = (None, None, None);
         drop(inner);
         stop.store(false, Ordering::Relaxed);
     }
     let inner = explorer.0.lock();
     (met.trace, met.steps) = (inner.trace, inner.steps);
+    if std::env::var_os("K3_SEED").is_some() {
+        println!("{what}: {} places, {} waits, {} steps; {met:?}", inner.places, inner.waits, inner.steps);
+    }
     drop(inner);
     drop(release);
     met
