@@ -609,6 +609,8 @@ mod tests {
     #[test]
     fn a_draw_is_the_one_of_candidates_that_are_all_sorted() {
         let out = [(TokenId(3), f32::NEG_INFINITY), (TokenId(0), f32::NEG_INFINITY)];
+        // An emulator takes minutes for what a processor does in seconds.
+        let positions = if cfg!(target_arch = "x86_64") { 6 } else { 1 };
         // Few levels and many equals; all equal; a peak over a long flat tail; as models give them.
         let texts: [(usize, &dyn Fn(u32) -> f32); 5] = [
             (1000, &|n| (n % 7) as f32),
@@ -632,7 +634,7 @@ mod tests {
                 ] {
                     for bias in [&out[..0], &out] {
                         let settings = Settings { temperature, top_k, top_p, min_p, bias, ..WARM };
-                        for position in 0..6 {
+                        for position in 0..positions {
                             let found = pick(settings, position, &[], &logits);
                             assert_eq!(found, Ok(pick_sorted(settings, position, &logits)), "case {case} {settings:?}");
                         }

@@ -604,7 +604,8 @@ mod tests {
     /// besides.
     #[test]
     fn long_pieces_take_linear_time() {
-        let length = if cfg!(target_arch = "x86_64") { 1 << 17 } else { 1 << 12 };
+        // Emulators get short pieces, of which the tree's logarithm, and what happens once, is a larger part.
+        let (length, most) = if cfg!(target_arch = "x86_64") { (1 << 17, 22) } else { (1 << 12, 26) };
         let mut rng = Xorshift(88_172_645_463_325_252);
         let mut random =
             |letters: &[u8]| -> Vec<u8> { (0..2 * length).map(|_| letters[rng.below(letters.len())]).collect() };
@@ -635,7 +636,7 @@ mod tests {
                     steps::take()
                 };
                 let (half, whole) = (count(&piece[..length]), count(piece));
-                assert!(whole < 22 * half / 10, "{name}, piece {which}: {half} and {whole} steps");
+                assert!(whole < most * half / 10, "{name}, piece {which}: {half} and {whole} steps");
                 assert!(whole < 40 * piece.len() as u64, "{name}, piece {which}: {whole} steps");
             }
         }
