@@ -241,7 +241,9 @@ fn a_signal_at_any_moment_prints_only_what_is_true() {
     let whole: Value = serde_json::from_slice(&run("400").output().expect("k3").stdout).expect("JSON");
     let whole = whole["generated_ids"].as_array().expect("ids").clone();
     for (i, millis) in [0, 3, 10, 25, 60, 130, 260, 500].into_iter().enumerate() {
-        let (name, number) = if i % 2 == 0 { ("INT", 2) } else { ("TERM", 15) };
+        // Where SIGINT has to be put at its default first, one that comes earlier is lost.
+        let listens = super::program().len() == 1 || millis > 100;
+        let (name, number) = if i % 2 == 0 && listens { ("INT", 2) } else { ("TERM", 15) };
         let child = run("20000").spawn().expect("k3");
         std::thread::sleep(Duration::from_millis(millis));
         let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status();
