@@ -145,6 +145,11 @@ fn nominal(source: &Source, rows: usize, coded: bool) -> usize {
     len.unwrap_or(raw).min(raw).next_multiple_of(PIECE_ALIGN)
 }
 
+/// Bytes of a segment without its padding, if there are no misfits.
+fn used(segment: &Planned, sources: &[Source], coded: bool) -> usize {
+    segment.takes.iter().map(|t| nominal(&sources[t.source], t.rows, coded)).sum()
+}
+
 /// What a pack of a checkpoint will take, as far as its shape tells: misfits come on top, some ten
 /// thousandths of trained weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,11 +164,10 @@ pub struct Nominal {
 #[must_use]
 pub fn nominal_sizes(checkpoint: &Checkpoint, coded: bool) -> Nominal {
     let groups = groups(checkpoint);
-    let sources: Vec<_> = groups.iter().flatten().collect();
+    let sources: Vec<_> = groups.iter().flatten().copied().collect();
     let mut sizes = Nominal { file: 0, read: 0 };
     for segment in layout(&groups, coded) {
-        let used: usize = segment.takes.iter().map(|t| nominal(sources[t.source], t.rows, coded)).sum();
-        let bytes = used.next_multiple_of(block()) as u64;
+        let bytes = used(&segment, &sources, coded).next_multiple_of(block()) as u64;
         sizes.file += bytes;
         sizes.read += if segment.group > 0 { bytes } else { 0 };
     }
@@ -609,7 +613,7 @@ pub fn write(
 /// Refuses at once what the disk has no room for.
 fn space(out: &Path, part: &Part, sources: &[Source], planned: &[Planned], coded: bool) -> Result<(), Error> {
     let bytes = |p: &Planned| {
-        let used: usize = p.takes.iter().map(|t| nominal(&sources[t.source], t.rows, coded)).sum();
+        let used = used(p, sources, coded);
         (used + used / 1024).next_multiple_of(block()) as u64
     };
     let needed = planned.iter().skip(part.written.len()).map(bytes).sum::<u64>() + planned.len() as u64 * 64;
