@@ -411,6 +411,8 @@ impl Tensor {
     pub fn parse(name: &str, config: &ModelConfig) -> Named {
         match Self::known(name, config) {
             Some(tensor) => Named::Known(tensor),
+            // Names are repeated in messages and lists, and a stranger's must not command a terminal.
+            None if name.contains(char::is_control) => Named::Unknown,
             None if name.starts_with("vision_tower.") || name.starts_with("mm_projector.") => Named::Ignored,
             None if name.contains("mtp") => Named::Ignored,
             None => Named::Unknown,
@@ -1085,6 +1087,9 @@ mod tests {
         assert_eq!(Tensor::parse("", &c), Named::Unknown);
         for name in ["vision_tower.x", "mm_projector.proj.0.weight", "language_model.model.mtp.0.x"] {
             assert_eq!(Tensor::parse(name, &c), Named::Ignored, "{name}");
+        }
+        for name in ["vision_tower.\u{1b}[2J", "mm_projector.\n", "\u{7}mtp", "vision_tower.\u{85}"] {
+            assert_eq!(Tensor::parse(name, &c), Named::Unknown, "{name:?} would be obeyed by a terminal");
         }
     }
 

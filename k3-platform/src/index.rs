@@ -262,7 +262,8 @@ impl Index {
                     let number = match numbers.get(name) {
                         Some(&number) => number,
                         None => {
-                            let plain = Path::new(name).file_name().is_some_and(|f| f == name) && !name.contains('\0');
+                            let plain = Path::new(name).file_name().is_some_and(|f| f == name)
+                                && !name.contains(char::is_control);
                             if !plain {
                                 return Err(Error::ShardName { path: path.to_owned(), name: name.to_owned() });
                             }
@@ -371,7 +372,7 @@ impl Index {
             (shard.len, shard.stamp, shard.header) = (contents.file_len, contents.stamp, contents.header);
             shard.digest = contents.digest;
             self.odd.extend(contents.odd);
-            self.gaps += contents.gaps;
+            self.gaps = self.gaps.saturating_add(contents.gaps);
             for (name, sum) in contents.other {
                 let all = self.other.entry(name).or_default();
                 *all = all.plus(sum);
@@ -523,7 +524,7 @@ impl Headers<'_> {
                     let Some(dtype) = entry.dtype else {
                         let mut text = [0; 64];
                         let name = entry.dtype_name.decode_into(&mut text).unwrap_or("of a long name");
-                        let fault = format!("its dtype {name} is not one this engine reads");
+                        let fault = format!("its dtype {name:?} is not one this engine reads");
                         return Err(Error::Shape { path, tensor, fault });
                     };
                     tensor.accepts(self.config, dtype, entry.shape()).map_err(|fault| Error::Shape {

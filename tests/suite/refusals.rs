@@ -149,6 +149,10 @@ fn shards_that_lie() {
         let shard = c.shard_of(Q);
         c.edit_header(&shard, |h| h[Q]["dtype"] = json!("F8_E4M3"));
     });
+    refused("a type that clears the screen", &["q_proj", "\\u{1b}[2J"], |c| {
+        let shard = c.shard_of(Q);
+        c.edit_header(&shard, |h| h[Q]["dtype"] = json!("\u{1b}[2J"));
+    });
     refused("another shape of the same size", &["q_proj"], |c| {
         let shard = c.shard_of(Q);
         c.edit_header(&shard, |h| {
@@ -211,6 +215,13 @@ fn indexes_that_lie() {
             c.edit_json(index, |i| i["weight_map"][Q] = json!(name));
         });
     }
+    // What a terminal would obey is shown as it would be written.
+    refused("a shard that clears the screen", &["plain file name", "\\u{1b}[2J"], |c| {
+        c.edit_json(index, |i| i["weight_map"][Q] = json!("\u{1b}[2J.safetensors"));
+    });
+    refused("a tensor that clears the screen", &["not part of the model", "\\u{1b}[2J"], |c| {
+        c.edit_json(index, |i| i["weight_map"]["vision_tower.\u{1b}[2J"] = json!("a.safetensors"));
+    });
     refused("a file name that is a number", &["byte"], |c| c.edit_json(index, |i| i["weight_map"][Q] = json!(7)));
 }
 
