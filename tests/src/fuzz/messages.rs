@@ -31,8 +31,8 @@ pub fn messages(data: &[u8]) {
     let talk = match Talk::parse(data) {
         Ok(talk) => talk,
         Err(refused) => {
-            assert!(!refused.message.is_empty() && !refused.message.contains('\n'), "{:?}", refused.message);
-            return;
+            let text = refused.message;
+            return assert!(!text.is_empty() && !text.contains(char::is_control), "{text:?}");
         }
     };
     let again = Talk::parse(talk.json().to_string().as_bytes()).expect("what was written");
@@ -42,7 +42,7 @@ pub fn messages(data: &[u8]) {
     let thinking = talk.thinking.unwrap_or(Thinking::Off);
     let ids = match render(vocabulary, &talk.messages, talk.tools.as_deref(), thinking, None) {
         Ok(ids) => ids,
-        Err(refused) => return assert!(!refused.message.contains('\n'), "{:?}", refused.message),
+        Err(refused) => return assert!(!refused.message.contains(char::is_control), "{:?}", refused.message),
     };
     let mut buffer = [0; TAG_BYTES];
     let mut reader = Reader::new(Start::Outside, &mut buffer);

@@ -11,6 +11,7 @@
 
 mod memory;
 mod messages;
+mod planned;
 mod stored;
 pub mod targets;
 
@@ -59,6 +60,12 @@ pub const TARGETS: &[Target] = &[
         mutations: 300,
         words: targets::MEMBERS,
         ..Target::json("messages", targets::messages, targets::messages_seeds)
+    },
+    Target { mutations: 100, ..Target::json("plan", targets::plan, targets::plan_seeds) },
+    Target {
+        mutations: 2000,
+        max_len: 1024,
+        ..Target::binary("reference", targets::reference, targets::reference_seeds)
     },
     Target { mutations: 4000, max_len: 256, ..Target::binary("size", targets::size, targets::size_seeds) },
 ];

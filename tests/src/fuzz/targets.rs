@@ -3,6 +3,7 @@
 #![expect(clippy::missing_panics_doc, reason = "a panic is what a target is for")]
 
 pub use super::messages::{MEMBERS, messages, messages_seeds};
+pub use super::planned::{plan, plan_seeds};
 pub use super::stored::{coded, coded_seeds, session, session_seeds, trunk, trunk_seeds};
 
 use super::memory::Files;
@@ -19,8 +20,10 @@ use k3_core::safetensors::{self, Header};
 use k3_core::tokenizer::{self, Control, ControlText, Decoder, Pieces, Specials, Utf8Stream, Vocab};
 use k3_core::view::{Bf16Matrix, GROUP, Mxfp4Matrix};
 use k3_platform::checkpoint::Checkpoint;
+use k3_platform::error::Error;
 use k3_platform::index::Index;
 use k3_platform::policy::Policy;
+use k3_platform::reference::{Reference, ReferenceError};
 use k3_platform::trace::{self as expert_trace, Trace};
 use k3_platform::units;
 use k3_platform::vocabulary::VocabularyFiles;
@@ -39,10 +42,11 @@ fn fixture(name: &str) -> Vec<u8> {
     std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Formats an error, since a message is code too, and says that it is one line.
+/// Formats an error, since a message is code too. It is one line, and nothing in it does anything to a
+/// terminal: names that it repeats are a stranger's.
 pub(super) fn message(error: &dyn std::error::Error) {
     let text = error.to_string();
-    assert!(!text.is_empty() && !text.contains('\n'), "a message of one line: {text:?}");
+    assert!(!text.is_empty() && !text.contains(char::is_control), "a message of one line: {text:?}");
     let mut source = error.source();
     while let Some(error) = source {
         assert!(!error.to_string().is_empty());
@@ -147,7 +151,8 @@ pub fn config(data: &[u8]) {
         Err(error) => {
             assert!(error.faults().len() <= data.len() + 256);
             for fault in error.faults() {
-                assert!(!fault.to_string().is_empty());
+                let text = fault.to_string();
+                assert!(!text.is_empty() && !text.contains(char::is_control), "{text:?}");
             }
             assert!(!error.to_string().is_empty());
             return;
@@ -243,11 +248,16 @@ pub(super) const SHARDS: [&str; 2] = ["a.safetensors", "b.safetensors"];
 
 /// An index of [`tiny_config`] over two shards, the header of each, and the bytes of its data.
 pub(super) fn tiny_files() -> (String, [(String, u64); 2]) {
+    files_of(tiny_config())
+}
+
+/// The same of another config.
+pub(super) fn files_of(config: &ModelConfig) -> (String, [(String, u64); 2]) {
     let mut index = String::from(r#"{"metadata":{"total_size":1},"weight_map":{"#);
     let mut shards = [const { (String::new(), 0) }; 2];
-    for (i, tensor) in checkpoint::expected(tiny_config()).enumerate() {
+    for (i, tensor) in checkpoint::expected(config).enumerate() {
         let (header, at) = &mut shards[i % 2];
-        let spec = tensor.spec(tiny_config());
+        let spec = tensor.spec(config);
         let comma = if i == 0 { "" } else { "," };
         write!(index, r#"{comma}"{tensor}":"{}""#, SHARDS[i % 2]).expect("a string grows");
         let comma = if header.is_empty() { "{" } else { "," };
@@ -601,6 +611,58 @@ pub fn trace_seeds() -> Vec<Vec<u8>> {
         }
     }
     vec![own, pairs]
+}
+
+/// Numbers of another engine: refused, or all rows that it says are there can be read, and nothing behind
+/// them.
+///
+/// The input is the length of a row, with a bit for the name of the file, how many zeros follow, and the file.
+pub fn reference(data: &[u8]) {
+    let Some((&[row, zeros], bytes)) = data.split_first_chunk::<2>() else { return };
+    let name = if row & 1 == 0 { "logits.npy" } else { "logits.safetensors" };
+    let (row, zeros) = (usize::from(row / 2), u64::from(zeros));
+    let files = Files::default();
+    files.put(name, bytes.to_vec(), zeros);
+    let len = bytes.len() as u64 + zeros;
+    let reference = match Reference::open(&files, Path::new(name), row) {
+        Ok(reference) => reference,
+        Err(error) => {
+            assert!(!matches!(&error, ReferenceError::Read(Error::Read(error)) if error.offset < len), "{error}");
+            assert!(error.to_string().len() < 4096, "a message that can be read: {} bytes", error.to_string().len());
+            return message(&error);
+        }
+    };
+    let rows = reference.rows();
+    assert!(row > 0 && rows > 0 && rows.saturating_mul(row as u64) <= len);
+    let mut numbers = Vec::new();
+    for at in [0, rows / 2, rows - 1] {
+        reference.read(at, &mut numbers).expect("a row that is there");
+        assert_eq!(numbers.len(), row);
+    }
+}
+
+/// Each form, with its numbers and without.
+#[must_use]
+pub fn reference_seeds() -> Vec<Vec<u8>> {
+    let numbers: Vec<u8> = (0..6_u8).flat_map(|i| f32::from(i).to_le_bytes()).collect();
+    let npy = |version: &[u8], descr: &str, shape: &str| {
+        let header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}\n");
+        let size = if version[0] == 1 { 2 } else { 4 };
+        let len = (header.len() as u32).to_le_bytes();
+        [b"\x93NUMPY", version, &len[..size], header.as_bytes()].concat()
+    };
+    let tensor = |dtype: &str, bytes: usize| {
+        let header = format!(r#"{{"logits":{{"dtype":"{dtype}","shape":[2,3],"data_offsets":[0,{bytes}]}}}}"#);
+        [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()
+    };
+    vec![
+        [&[6, 0][..], &npy(&[1, 0], "<f4", "(2, 3)"), &numbers].concat(),
+        [&[6, 48][..], &npy(&[2, 0], "<f8", "(1, 2, 3)")].concat(),
+        [&[12, 24][..], &npy(&[1, 0], "<f4", "(6,)")].concat(),
+        [&[7, 0][..], &tensor("F32", 24), &numbers].concat(),
+        [&[7, 12][..], &tensor("BF16", 12)].concat(),
+        [&[6, 0][..], &numbers].concat(),
+    ]
 }
 
 /// A size that is read is written in the right order of magnitude.
