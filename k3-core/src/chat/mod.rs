@@ -277,6 +277,13 @@ pub enum ChatError {
     },
     /// A number has no finite value as f64.
     Number,
+    /// A name, or a key of a call's arguments, makes a tag that a [`Parser`] with [`TAG_BYTES`] cannot read back.
+    Tag {
+        /// Bytes of the tag.
+        len: usize,
+        /// The most that are accepted.
+        most: usize,
+    },
     /// The caller's buffer for composed texts is too short.
     Buffer {
         /// Bytes that are needed for this text; see [`Prompt::text_len`].
@@ -297,6 +304,9 @@ impl core::fmt::Display for ChatError {
             Self::DuplicateKey { offset } => write!(f, "an object has a key twice (byte {offset} of it)"),
             Self::Keys { most } => write!(f, "an object has more than {most} keys"),
             Self::Number => f.write_str("a number is too large for a double"),
+            Self::Tag { len, most } => {
+                write!(f, "a name, or a key of a call's arguments, makes a tag of {len} bytes, more than {most}")
+            }
             Self::Buffer { needed, given } => {
                 write!(f, "the buffer for composed text has {given} bytes, {needed} are needed")
             }

@@ -1,7 +1,9 @@
 //! Messages to parts.
 
 use super::canonical::{Fault, KEYS, Order, Text, check, members, unique, value};
-use super::{Call, ChatError, Effort, Message, Part, Prompt, ResponseFormat, Thinking, ToolChoice, Unwritten};
+use super::{
+    Call, ChatError, Effort, Message, Part, Prompt, ResponseFormat, TAG_BYTES, Thinking, ToolChoice, Unwritten,
+};
 use crate::carve::Line;
 use crate::json::{Event, Parser};
 use crate::tokenizer::{Control, EncodeError, Specials, Vocab, encode};
@@ -57,7 +59,7 @@ impl Prompt<'_> {
         text: &mut [u8],
         part: impl FnMut(Part<'_>) -> Result<(), E>,
     ) -> Result<(), RenderError<E>> {
-        Writer { text, longest: 0, measure: false, part }.prompt(self)
+        Writer { text, longest: 0, tag: None, measure: false, part }.prompt(self)
     }
 
     /// Like [`Prompt::render`], for messages that follow a conversation the model has in its state: the
@@ -72,7 +74,7 @@ impl Prompt<'_> {
         text: &mut [u8],
         part: impl FnMut(Part<'_>) -> Result<(), E>,
     ) -> Result<(), RenderError<E>> {
-        Writer { text, longest: 0, measure: false, part }.more(self, calls)
+        Writer { text, longest: 0, tag: None, measure: false, part }.more(self, calls)
     }
 
     /// Bytes of the longest text that has to be composed; 0 if none has.
@@ -81,7 +83,7 @@ impl Prompt<'_> {
     /// [`ChatError`] if the conversation is refused.
     pub fn text_len(&self) -> Result<usize, ChatError> {
         let part = |_: Part<'_>| Ok::<(), core::convert::Infallible>(());
-        let mut writer = Writer { text: &mut [], longest: 0, measure: true, part };
+        let mut writer = Writer { text: &mut [], longest: 0, tag: None, measure: true, part };
         match writer.prompt(self) {
             Ok(()) => Ok(writer.longest),
             Err(RenderError::Refused(error)) => Err(error),
@@ -122,6 +124,8 @@ struct Writer<'b, F> {
     text: &'b mut [u8],
     /// Bytes of the longest composed text so far.
     longest: usize,
+    /// Bytes of the tag that is being written.
+    tag: Option<usize>,
     /// Texts that do not fit are only counted.
     measure: bool,
     part: F,
@@ -368,6 +372,7 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
         let mut text = Text::new(self.text);
         compose(&mut text).map_err(refused)?;
         self.longest = self.longest.max(text.len());
+        self.tag = self.tag.map(|len| len.saturating_add(text.len()));
         match text.finish() {
             Ok(bytes) if !bytes.is_empty() => (self.part)(Part::Text(bytes)).map_err(RenderError::Part),
             Err(error) if !self.measure => Err(error.into()),
@@ -376,10 +381,16 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
     }
 
     fn plain(&mut self, bytes: &[u8]) -> Result<(), RenderError<E>> {
+        self.tag = self.tag.map(|len| len.saturating_add(bytes.len()));
         if bytes.is_empty() { Ok(()) } else { (self.part)(Part::Text(bytes)).map_err(RenderError::Part) }
     }
 
     fn control(&mut self, control: Control) -> Result<(), RenderError<E>> {
+        if control == Control::OPEN {
+            self.tag = Some(0);
+        } else if let Some(len) = self.tag.take().filter(|&len| len > TAG_BYTES) {
+            return Err(ChatError::Tag { len, most: TAG_BYTES }.into());
+        }
         (self.part)(Part::Control(control)).map_err(RenderError::Part)
     }
 }

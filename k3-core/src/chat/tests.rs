@@ -582,3 +582,35 @@ fn a_rendered_conversation_is_read_back() {
     );
     assert_eq!(parser.opened(), [Tag::Message, Tag::Think]);
 }
+
+/// What the parser's buffer cannot hold is not written: a session of it could not be gone on with.
+#[test]
+fn a_tag_is_refused_that_could_not_be_read_back() {
+    let written = |messages: &[Message<'_>]| {
+        let prompt = quiet(messages);
+        let mut text = std::vec![0; prompt.text_len()?];
+        let mut buffer = [0; TAG_BYTES];
+        let mut parser = Parser::new(Start::Outside, &mut buffer);
+        let read = prompt.render(&mut text, |part| parser.push(part, |_| {}));
+        match read {
+            Ok(()) => Ok(()),
+            Err(RenderError::Refused(error)) => Err(error),
+            Err(RenderError::Part(malformed)) => panic!("{malformed:?}"),
+        }
+    };
+    // An ampersand is five bytes.
+    let named = |spare: usize| {
+        let name = "n".repeat(TAG_BYTES - "message role=\"user\" name=\"&amp;\"".len() + spare) + "&";
+        written(&[Message::User { name: Some(&name), content: b"q" }])
+    };
+    let keyed = |spare: usize| {
+        let key = "k".repeat(TAG_BYTES - "argument key=\"&amp;\" type=\"null\"".len() + spare);
+        let arguments = std::format!("{{\"{key}&\":null}}");
+        let calls = [Call { id: None, name: "f", arguments: &arguments }];
+        written(&[Message::Assistant { name: None, reasoning: b"", content: b"", calls: &calls }])
+    };
+    for tag in [&named as &dyn Fn(usize) -> Result<(), ChatError>, &keyed] {
+        assert_eq!(tag(0), Ok(()));
+        assert_eq!(tag(1), Err(ChatError::Tag { len: TAG_BYTES + 1, most: TAG_BYTES }));
+    }
+}
