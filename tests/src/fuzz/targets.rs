@@ -648,7 +648,7 @@ pub fn reference_seeds() -> Vec<Vec<u8>> {
     let npy = |version: &[u8], descr: &str, shape: &str| {
         let header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}\n");
         let size = if version[0] == 1 { 2 } else { 4 };
-        let len = (header.len() as u32).to_le_bytes();
+        let len = (header.len() as u64).to_le_bytes();
         [b"\x93NUMPY", version, &len[..size], header.as_bytes()].concat()
     };
     let tensor = |dtype: &str, bytes: usize| {
