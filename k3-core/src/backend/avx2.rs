@@ -16,7 +16,7 @@ pub(super) fn detected() -> bool {
     features::get()
 }
 
-instantiate!("avx2", "avx2,fma", V, bf16 tiles::matmul_bf16, coded coded::matmul_coded::<V, 2, 1>, mxfp4 tiles::matmul_mxfp4, columns 2, chains 3);
+instantiate!("avx2", "avx2,fma", V, bf16 tiles::matmul_bf16, coded tiles::matmul_coded, mxfp4 tiles::matmul_mxfp4, columns 2, chains 3);
 
 #[derive(Clone, Copy)]
 struct V([__m256d; 4]);

@@ -16,14 +16,12 @@
 //! [`Decode`] knows about registers; a misfit costs its group of 32 a detour and nothing else.
 
 use super::lanes::Lanes;
-use super::{LANES, Panel, TILE};
+use super::{LANES, Panel, TILE, cache};
 use crate::coded::{CODES, CodedMatrix, GROUP, GROUP_BYTES};
 use crate::math::round;
 
 /// Bytes of a decoded group.
-const DECODED: usize = 2 * GROUP;
-/// Groups of a block of columns with one position: their f64 of the panel take 28 KiB.
-const GROUPS_ONE: usize = 3584 / GROUP;
+pub(super) const DECODED: usize = 2 * GROUP;
 /// Groups of a block of columns with several positions.
 const GROUPS_MANY: usize = 512 / GROUP;
 /// Rows whose lanes are parked together, with one position and with several.
@@ -97,7 +95,7 @@ pub(super) unsafe fn matmul_coded<L: Decode, const R: usize, const RP: usize>(
 /// As [`matmul_coded`], with one position.
 #[inline(always)]
 unsafe fn one<L: Decode, const R: usize>(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
-    let all = w.groups_per_row();
+    let (all, columns) = (w.groups_per_row(), cache::columns() / GROUP);
     for (chunk, out) in out.chunks_mut(ROWS_ONE).enumerate() {
         let row = chunk * ROWS_ONE;
         // SAFETY: rows, groups and columns exist by the bounds of the loops; the panel is padded to
@@ -105,8 +103,8 @@ unsafe fn one<L: Decode, const R: usize>(w: CodedMatrix<'_>, x: &Panel<'_>, out:
         unsafe {
             let mut acc = [L::zero(); ROWS_ONE];
             let acc = &mut acc[..out.len()];
-            for first in (0..all).step_by(GROUPS_ONE) {
-                let span = (first, GROUPS_ONE.min(all - first));
+            for first in (0..all).step_by(columns) {
+                let span = (first, columns.min(all - first));
                 let mut r = 0;
                 while r + R <= acc.len() {
                     one_group::<L, R>(w, row + r, span, x.data, &mut acc[r..r + R]);
@@ -190,6 +188,34 @@ fn mend(decoded: &mut [u8], start: usize, cols: usize, misfits: &mut crate::code
     }
 }
 
+/// Writes the weights of `row` from group `first` on, as many groups as `decoded` has room for, with
+/// zeros behind the last column, and asks for those of the row that is `ahead` rows further on.
+///
+/// # Safety
+/// The features of `L`; the row and the groups exist.
+#[inline(always)]
+pub(super) unsafe fn decode_row<L: Decode>(
+    w: CodedMatrix<'_>,
+    row: usize,
+    first: usize,
+    ahead: usize,
+    decoded: &mut [u8],
+) {
+    let stride = w.groups_per_row() * GROUP_BYTES;
+    let groups = w.groups().as_ptr().cast::<u8>().wrapping_add(row * stride + first * GROUP_BYTES);
+    for (g, decoded) in decoded.chunks_exact_mut(DECODED).enumerate() {
+        // SAFETY: the caller's promise: the group exists. The buffer has room for its weights.
+        unsafe {
+            let group = groups.add(g * GROUP_BYTES);
+            if ahead > 0 {
+                L::prefetch(group.wrapping_add(ahead * stride));
+            }
+            L::decode(group, w.table().as_ptr(), decoded.as_mut_ptr());
+        }
+    }
+    mend(decoded, first * GROUP, w.cols(), &mut w.misfits_from(row, first * GROUP));
+}
+
 /// # Safety
 /// As [`matmul_coded`].
 #[inline(always)]
@@ -238,23 +264,11 @@ unsafe fn many_rows<L: Decode, const R: usize>(
     (start, end): (usize, usize),
     acc: &mut [[L; POSITIONS]],
 ) {
-    let stride = w.groups_per_row() * GROUP_BYTES;
-    let table = w.table().as_ptr();
     let mut decoded = [[0u8; GROUPS_MANY * DECODED]; R];
     for (r, decoded) in decoded.iter_mut().enumerate() {
-        // SAFETY: the groups exist, and the buffer has room for each.
-        unsafe {
-            let groups = w.groups().as_ptr().cast::<u8>().add((row + r) * stride + first * GROUP_BYTES);
-            for g in 0..len {
-                let group = groups.add(g * GROUP_BYTES);
-                if start == 0 {
-                    L::prefetch(group.wrapping_add(R * stride));
-                }
-                L::decode(group, table, decoded.as_mut_ptr().add(g * DECODED));
-            }
-        }
-        let misfits = &mut w.misfits_from(row + r, first * GROUP);
-        mend(&mut decoded[..len * DECODED], first * GROUP, w.cols(), misfits);
+        let ahead = if start == 0 { R } else { 0 };
+        // SAFETY: the row and its groups exist.
+        unsafe { decode_row::<L>(w, row + r, first, ahead, &mut decoded[..len * DECODED]) }
     }
     for tile in (start..end).step_by(TILE) {
         let (x, count) = x.tile(tile);

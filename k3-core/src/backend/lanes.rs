@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! product with a matrix, for 48 rows at a time (24 and 16 with several positions):
-//!   for each block of columns:              its part of the panel stays in the first-level cache
+//!   for each block of columns:              its part of the panel stays in cache, see `cache.rs`
 //!     for each tile of <= 4 positions:
 //!       for each group of R rows:           load the group's lanes, or zeros
 //!         for each 16 (32) columns:         decode weights once, add R * P products
@@ -30,7 +30,7 @@
 //! group asks for the next group's bytes at its own column. A prefetch past the end of the matrix is
 //! only a hint, and its address is computed without leaving the rules for pointers (`wrapping_add`).
 
-use super::{Backend, KdaStep, LANES, Panel, TILE};
+use super::{Backend, KdaStep, LANES, Panel, TILE, cache};
 use crate::math::round;
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
 
@@ -198,8 +198,6 @@ pub(super) unsafe fn matmul_f32<L: Lanes, const R: usize>(w: F32Matrix<'_>, x: &
 
 /// Positions whose lanes are parked together.
 const POSITIONS: usize = 16;
-/// Columns of a block with one position: their f64 take 28 KiB.
-const COLUMNS_ONE: usize = 3584;
 /// Columns of a block with several positions: the f64 of a tile take 16 KiB.
 const COLUMNS_MANY: usize = 512;
 /// Columns of an MXFP4 block with several positions.
@@ -327,7 +325,7 @@ pub(super) unsafe fn matmul_bf16<L: Lanes, const R: usize, const RP: usize>(
 #[inline(always)]
 pub(super) unsafe fn bf16_one<L: Lanes, const R: usize>(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
     // SAFETY: the caller's promise.
-    unsafe { bf16_chunks::<L, R, 1, 1, 48>(w, x, COLUMNS_ONE, out) }
+    unsafe { bf16_chunks::<L, R, 1, 1, 48>(w, x, cache::columns(), out) }
 }
 
 /// # Safety

@@ -37,6 +37,8 @@ mod avx2;
 #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod avx512;
 #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
+mod cache;
+#[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod coded;
 #[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
 mod lanes;

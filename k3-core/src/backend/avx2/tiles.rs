@@ -15,6 +15,8 @@
 //!           decode 3 x 4 weights, 12 products          8 x (v0 x0 + v16 x16)
 //! ```
 //!
+//! Coded bf16 is decoded into a scratch and then taken as bf16.
+//!
 //! # MXFP4
 //!
 //! The upper sixteen bits of an f64 hold all of a scaled E2M1 value, in two bytes, and a byte is what
@@ -30,8 +32,10 @@
 #![expect(clippy::needless_range_loop, reason = "tiles stay in registers if nothing is left of their loops")]
 
 use super::V;
+use crate::backend::coded;
 use crate::backend::lanes::{self, Lanes};
 use crate::backend::{LANES, Panel, TILE};
+use crate::coded::CodedMatrix;
 use crate::math::round;
 use crate::view::{Bf16Matrix, GROUP, Mxfp4Matrix};
 use core::arch::x86_64::*;
@@ -270,6 +274,92 @@ unsafe fn bf16_quarter<const R: usize, const P: usize, const Q: usize>(
     }
 }
 
+/// # Safety
+/// AVX2 and FMA; the shapes agree and `out` is not empty.
+#[inline(always)]
+pub(super) unsafe fn matmul_coded(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // With two positions there is too little to do with a quarter of the lanes.
+        if x.positions <= 2 {
+            coded::matmul_coded::<V, 2, 1>(w, x, out);
+        } else {
+            several::<ROWS_BF16>(w, w.cols(), x, out);
+        }
+    }
+}
+
+impl Weights for CodedMatrix<'_> {
+    #[inline(always)]
+    unsafe fn add(
+        self,
+        row: usize,
+        span: (usize, usize),
+        x: &Panel<'_>,
+        positions: (usize, usize),
+        acc: &mut [Parked],
+    ) {
+        let mut r = 0;
+        while r < acc.len() {
+            // SAFETY: the caller's promise; the group's rows exist by the loop's bounds.
+            unsafe {
+                if r + 3 <= acc.len() {
+                    coded_group::<3>(self, row + r, span, x, positions, &mut acc[r..r + 3]);
+                    r += 3;
+                } else {
+                    coded_group::<1>(self, row + r, span, x, positions, &mut acc[r..r + 1]);
+                    r += 1;
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn fold(lanes: V) -> f64 {
+        // SAFETY: the caller's promise.
+        unsafe { lanes.fold_split() }
+    }
+}
+
+/// The columns `first..first + len` of `R` rows from `row` on with the positions `start..end`: as bf16
+/// weights, once they are decoded.
+///
+/// # Safety
+/// AVX2 and FMA; rows, columns and positions exist; `first` starts a group and `len <= COLUMNS`.
+#[target_feature(enable = "avx2,fma")]
+unsafe fn coded_group<const R: usize>(
+    w: CodedMatrix<'_>,
+    row: usize,
+    (first, len): (usize, usize),
+    x: &Panel<'_>,
+    (start, end): (usize, usize),
+    acc: &mut [Parked],
+) {
+    const STRIDE: usize = 2 * COLUMNS;
+    let groups = len.div_ceil(GROUP);
+    let blocks = groups * (GROUP / LANES);
+    let mut decoded = [[0u8; STRIDE]; R];
+    // SAFETY: rows and groups exist; decoded rows and the panel are whole groups.
+    unsafe {
+        for (r, decoded) in decoded.iter_mut().enumerate() {
+            let ahead = if start == 0 { R } else { 0 };
+            coded::decode_row::<V>(w, row + r, first / GROUP, ahead, &mut decoded[..groups * coded::DECODED]);
+        }
+        let decoded = decoded.as_flattened().as_ptr();
+        for tile in (start..end).step_by(TILE) {
+            let (x, count) = x.tile(tile);
+            let x = x.as_ptr().add(first * count);
+            let lanes = acc.as_flattened_mut()[tile - start..].as_mut_ptr();
+            match count {
+                1 => bf16_group::<R, 1>(decoded, STRIDE, x, blocks, lanes),
+                2 => bf16_group::<R, 2>(decoded, STRIDE, x, blocks, lanes),
+                3 => bf16_group::<R, 3>(decoded, STRIDE, x, blocks, lanes),
+                _ => bf16_group::<R, 4>(decoded, STRIDE, x, blocks, lanes),
+            }
+        }
+    }
+}
+
 /// For each scale byte the upper sixteen bits of the f64 of each code, scaled: sixteen upper bytes,
 /// then sixteen lower ones. All zero for the NaN of E8M0.
 #[repr(align(32))]
@@ -314,38 +404,85 @@ unsafe fn both<T>(p: *const T) -> __m256i {
     unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast())) }
 }
 
-/// The 32 weights of a group (16 bytes at `p`), scaled, in order.
+/// `x`, of which the compiler then knows nothing.
 ///
-/// # Safety
-/// AVX2; `p` is valid for sixteen bytes.
-#[inline(always)]
-unsafe fn decode(p: *const u8, scale: u8) -> [V; 2] {
-    // SAFETY: the caller's promise; there is a table for each byte.
-    unsafe {
-        let bytes = _mm256_shuffle_epi8(both(p), _mm256_loadu_si256(ORDER.as_ptr().cast()));
-        let nibbles = _mm256_srlv_epi32(bytes, _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4));
-        let codes = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
-        let table = TABLES.0.as_ptr().add(usize::from(scale)).cast::<u8>();
-        let high = _mm256_shuffle_epi8(both(table), codes);
-        let low = _mm256_shuffle_epi8(both(table.add(16)), codes);
-        [spread(_mm256_unpacklo_epi8(low, high)), spread(_mm256_unpackhi_epi8(low, high))]
-    }
-}
-
-/// Word `k` of every qword becomes the top of an f64 of register `k`.
+/// It would make a blend with zeros of an `and`, and a load and a permutation of a broadcast from
+/// memory. Both are equal, but they need the two pipes that shuffle, which are what a [`Decoder`] waits for:
+/// a product with one position takes an eighth longer.
 ///
 /// # Safety
 /// AVX2.
-#[inline(always)]
-unsafe fn spread(words: __m256i) -> V {
-    // SAFETY: the caller's promise.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn opaque(mut x: __m256i) -> __m256i {
+    // SAFETY: no instruction at all.
     unsafe {
-        V([
-            _mm256_castsi256_pd(_mm256_slli_epi64::<48>(words)),
-            _mm256_castsi256_pd(_mm256_shuffle_epi8(words, both(SECOND.as_ptr()))),
-            _mm256_castsi256_pd(_mm256_shuffle_epi8(words, both(THIRD.as_ptr()))),
-            _mm256_castsi256_pd(_mm256_and_si256(words, _mm256_set1_epi64x(!0 << 48))),
-        ])
+        core::arch::asm!("/* {0} */", inout(ymm_reg) x, options(pure, nomem, nostack, preserves_flags));
+    }
+    x
+}
+
+/// What turns codes into weights, held in registers.
+#[derive(Clone, Copy)]
+struct Decoder {
+    order: __m256i,
+    shifts: __m256i,
+    nibble: __m256i,
+    second: __m256i,
+    third: __m256i,
+    fourth: __m256i,
+}
+
+impl Decoder {
+    /// # Safety
+    /// AVX2.
+    #[inline(always)]
+    unsafe fn new() -> Self {
+        // SAFETY: the caller's promise; the constants are as long as what is read.
+        unsafe {
+            Self {
+                order: opaque(_mm256_loadu_si256(ORDER.as_ptr().cast())),
+                shifts: opaque(_mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4)),
+                nibble: opaque(_mm256_set1_epi8(15)),
+                second: opaque(both(SECOND.as_ptr())),
+                third: opaque(both(THIRD.as_ptr())),
+                fourth: opaque(_mm256_set1_epi64x(!0 << 48)),
+            }
+        }
+    }
+
+    /// The 32 weights of a group (16 bytes at `p`), scaled, in order.
+    ///
+    /// # Safety
+    /// AVX2; `p` is valid for sixteen bytes.
+    #[inline(always)]
+    unsafe fn decode(&self, p: *const u8, scale: u8) -> [V; 2] {
+        // SAFETY: the caller's promise; there is a table for each byte.
+        unsafe {
+            let bytes = _mm256_shuffle_epi8(opaque(both(p)), self.order);
+            let codes = _mm256_and_si256(_mm256_srlv_epi32(bytes, self.shifts), self.nibble);
+            let table = TABLES.0.as_ptr().add(usize::from(scale)).cast::<u8>();
+            let high = _mm256_shuffle_epi8(both(table), codes);
+            let low = _mm256_shuffle_epi8(both(table.add(16)), codes);
+            [self.spread(_mm256_unpacklo_epi8(low, high)), self.spread(_mm256_unpackhi_epi8(low, high))]
+        }
+    }
+
+    /// Word `k` of every qword becomes the top of an f64 of register `k`.
+    ///
+    /// # Safety
+    /// AVX2.
+    #[inline(always)]
+    unsafe fn spread(&self, words: __m256i) -> V {
+        // SAFETY: the caller's promise.
+        unsafe {
+            V([
+                _mm256_castsi256_pd(_mm256_slli_epi64::<48>(words)),
+                _mm256_castsi256_pd(_mm256_shuffle_epi8(words, self.second)),
+                _mm256_castsi256_pd(_mm256_shuffle_epi8(words, self.third)),
+                _mm256_castsi256_pd(_mm256_and_si256(words, self.fourth)),
+            ])
+        }
     }
 }
 
@@ -410,13 +547,14 @@ unsafe fn mxfp4_row(w: Mxfp4Matrix<'_>, row: usize, x: &[f64]) -> V {
     unsafe {
         let packed = w.packed().as_ptr().add(row * stride);
         let scales = w.scales().as_ptr().add(row * groups);
+        let decoder = Decoder::new();
         let mut acc = V::zero();
         let mut g = 0;
         while g < groups {
             let n = if g + LINE <= groups { LINE } else { 1 };
             V::prefetch(packed.wrapping_add(stride + g * (GROUP / 2)));
             for g in g..g + n {
-                let [v0, v1] = decode(packed.add(g * (GROUP / 2)), *scales.add(g));
+                let [v0, v1] = decoder.decode(packed.add(g * (GROUP / 2)), *scales.add(g));
                 let (x0, x1) = (V::load(x.as_ptr().add(g * GROUP)), V::load(x.as_ptr().add(g * GROUP + LANES)));
                 acc = v1.mul_add(x1, v0.mul(x0)).add(acc);
             }
@@ -442,6 +580,7 @@ unsafe fn mxfp4_group<const R: usize>(
     let (stride, groups) = (w.cols() / 2, w.cols() / GROUP);
     // SAFETY: `g` counts the groups of the block, so nibbles, scales, scratch and panel have them.
     unsafe {
+        let decoder = Decoder::new();
         let mut scratch = [[V::zero(); COLUMNS / LANES]; R];
         for r in 0..R {
             let packed = w.packed().as_ptr().add((row + r) * stride + first / 2);
@@ -452,7 +591,7 @@ unsafe fn mxfp4_group<const R: usize>(
                 if g % 4 == 0 {
                     V::prefetch(bytes.wrapping_add(R * stride));
                 }
-                let [v0, v1] = decode(bytes, *scales.add(g));
+                let [v0, v1] = decoder.decode(bytes, *scales.add(g));
                 *lanes.add(2 * g) = v0;
                 *lanes.add(2 * g + 1) = v1;
             }
