@@ -299,16 +299,14 @@ impl Weights for CodedMatrix<'_> {
         positions: (usize, usize),
         acc: &mut [Parked],
     ) {
-        let mut r = 0;
-        while r < acc.len() {
-            // SAFETY: the caller's promise; the group's rows exist by the loop's bounds.
+        for (i, acc) in acc.chunks_mut(3).enumerate() {
+            let row = row + i * 3;
+            // SAFETY: the caller's promise; a row for each one of `acc`.
             unsafe {
-                if r + 3 <= acc.len() {
-                    coded_group::<3>(self, row + r, span, x, positions, &mut acc[r..r + 3]);
-                    r += 3;
-                } else {
-                    coded_group::<1>(self, row + r, span, x, positions, &mut acc[r..r + 1]);
-                    r += 1;
+                match acc.len() {
+                    3 => coded_group::<3>(self, row, span, x, positions, acc),
+                    2 => coded_group::<2>(self, row, span, x, positions, acc),
+                    _ => coded_group::<1>(self, row, span, x, positions, acc),
                 }
             }
         }
@@ -512,16 +510,13 @@ impl Weights for Mxfp4Matrix<'_> {
         positions: (usize, usize),
         acc: &mut [Parked],
     ) {
-        let mut r = 0;
-        while r < acc.len() {
-            // SAFETY: the caller's promise; the group's rows exist by the loop's bounds.
+        for (i, acc) in acc.chunks_mut(2).enumerate() {
+            let row = row + i * 2;
+            // SAFETY: the caller's promise; a row for each one of `acc`.
             unsafe {
-                if r + 2 <= acc.len() {
-                    mxfp4_group::<2>(self, row + r, span, x, positions, &mut acc[r..r + 2]);
-                    r += 2;
-                } else {
-                    mxfp4_group::<1>(self, row + r, span, x, positions, &mut acc[r..r + 1]);
-                    r += 1;
+                match acc.len() {
+                    2 => mxfp4_group::<2>(self, row, span, x, positions, acc),
+                    _ => mxfp4_group::<1>(self, row, span, x, positions, acc),
                 }
             }
         }
