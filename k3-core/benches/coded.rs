@@ -141,7 +141,7 @@ fn main() {
     for threads in [1, 2] {
         let bandwidth = read_bandwidth(&raw, threads);
         println!("{threads} threads, reading: {bandwidth:.2} GB/s");
-        for positions in [1usize, 4, 8, 16] {
+        for positions in [1usize, 2, 4, 8, 16] {
             let x: Vec<f32> = (0..cols * positions).map(|i| ((i * 7919 % 251) as f32 - 125.0) / 64.0).collect();
             let mut lines = vec![Line::ZERO; Line::of::<f64>(Panel::len(cols, positions).unwrap()).unwrap()];
             let panel = Backend::SCALAR.pack(Layout::Bf16, &x, cols, positions, bytemuck::cast_slice_mut(&mut lines));

@@ -1,10 +1,11 @@
 //! Sixteen f64 in four 256-bit registers: x86-64 with AVX2 and FMA.
 
-mod tiles;
+mod mxfp4;
 
 use super::coded::{self, Decode};
 use super::lanes::{self, Lanes, instantiate};
-use super::{KdaStep, Panel};
+use super::tiles::{Part, Tile};
+use super::{KdaStep, Panel, tiles};
 use crate::coded::CodedMatrix;
 use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
 use core::arch::x86_64::*;
@@ -16,9 +17,11 @@ pub(super) fn detected() -> bool {
     features::get()
 }
 
-instantiate!("avx2", "avx2,fma", V, bf16 tiles::matmul_bf16, coded tiles::matmul_coded, mxfp4 tiles::matmul_mxfp4, columns 2, chains 3);
+instantiate!("avx2", "avx2,fma", V, bf16 tiles::matmul_bf16::<V, 2>,
+    coded tiles::matmul_coded::<V, 2>, mxfp4 mxfp4::matmul, columns 2, chains 3);
 
 #[derive(Clone, Copy)]
+#[repr(transparent)]
 struct V([__m256d; 4]);
 
 /// High and low byte of the upper sixteen bits of the f64 of each E2M1 code; the rest is zero.
@@ -234,4 +237,68 @@ impl Lanes for V {
         // SAFETY: a prefetch is a hint and may name any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
+}
+
+// SAFETY of both blocks: the traits ask their callers for AVX2, FMA and valid pointers.
+impl Part for __m256d {
+    #[inline(always)]
+    unsafe fn load(p: *const f64) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm256_loadu_pd(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f64) {
+        // SAFETY: as said above.
+        unsafe { _mm256_storeu_pd(p, self) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16<const Q: usize>(p: *const u8) -> Self {
+        // SAFETY: as said above: eight words at `p` and at `p + 16`, even ones first, then odd ones.
+        unsafe {
+            let words = _mm_loadu_si128(p.add(Q % 2 * 16).cast());
+            let words = if Q < 2 { _mm_slli_epi32::<16>(words) } else { _mm_and_si128(words, _mm_set1_epi32(!0xffff)) };
+            _mm256_cvtps_pd(_mm_castsi128_ps(words))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, b: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm256_add_pd(self, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, b: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm256_mul_pd(self, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm256_fmadd_pd(self, b, c) }
+    }
+}
+
+impl Tile for V {
+    type Part = __m256d;
+    type Decoder = mxfp4::Decoder;
+    const PARTS: usize = 4;
+    const AHEAD: usize = 1;
+
+    #[inline(always)]
+    unsafe fn decoder() -> mxfp4::Decoder {
+        // SAFETY: as said above.
+        unsafe { mxfp4::Decoder::new() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_scaled(decoder: &mxfp4::Decoder, p: *const u8, scale: u8) -> [Self; 2] {
+        // SAFETY: as said above.
+        unsafe { decoder.decode(p, scale) }
+    }
+
+    tiles::loops!("avx2,fma");
 }

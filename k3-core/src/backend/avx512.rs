@@ -2,7 +2,8 @@
 
 use super::coded::{self, Decode};
 use super::lanes::{self, Lanes, instantiate};
-use super::{KdaStep, Panel};
+use super::tiles::{Part, Tile};
+use super::{KdaStep, Panel, tiles};
 use crate::coded::CodedMatrix;
 use crate::view::{Bf16Matrix, F32Matrix, Mxfp4Matrix};
 use core::arch::x86_64::*;
@@ -16,10 +17,25 @@ pub(super) fn detected() -> bool {
 
 // Where 256-bit registers are faster, a product may be named from `avx2` instead: its features are here.
 instantiate!("avx512", "avx2,fma,avx512f,avx512dq,avx512bw,avx512vl", V,
-    bf16 lanes::matmul_bf16::<V, 4, 3>, coded coded::matmul_coded::<V, 4, 3>, mxfp4 lanes::matmul_mxfp4::<V, 4, 2>, columns 4, chains 6);
+    bf16 tiles::matmul_bf16::<V, 4>, coded tiles::matmul_coded::<V, 4>, mxfp4 mxfp4, columns 4, chains 6);
 
 #[derive(Clone, Copy)]
+#[repr(transparent)]
 struct V([__m512d; 2]);
+
+/// # Safety
+/// AVX-512; the shapes agree and `out` is not empty.
+#[inline(always)]
+unsafe fn mxfp4(w: Mxfp4Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if x.positions == 1 {
+            lanes::mxfp4_one::<V, 4>(w, x.data, out);
+        } else {
+            tiles::matmul_mxfp4::<V>(w, x, out);
+        }
+    }
+}
 
 /// The E2M1 values by their code.
 const E2M1: [f64; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
@@ -188,4 +204,72 @@ impl Lanes for V {
         // SAFETY: a prefetch is a hint and may name any address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
+}
+
+// SAFETY of both blocks: the traits ask their callers for AVX-512 and valid pointers.
+impl Part for __m512d {
+    #[inline(always)]
+    unsafe fn load(p: *const f64) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm512_loadu_pd(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f64) {
+        // SAFETY: as said above.
+        unsafe { _mm512_storeu_pd(p, self) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16<const Q: usize>(p: *const u8) -> Self {
+        // SAFETY: as said above: sixteen words, even ones first, then odd ones.
+        unsafe {
+            let words = _mm256_loadu_si256(p.cast());
+            let words = if Q == 0 {
+                _mm256_slli_epi32::<16>(words)
+            } else {
+                _mm256_and_si256(words, lanes::opaque(_mm256_set1_epi32(!0xffff)))
+            };
+            _mm512_cvtps_pd(_mm256_castsi256_ps(words))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, b: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm512_add_pd(self, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(self, b: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm512_mul_pd(self, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul_add(self, b: Self, c: Self) -> Self {
+        // SAFETY: as said above.
+        unsafe { _mm512_fmadd_pd(self, b, c) }
+    }
+}
+
+impl Tile for V {
+    type Part = __m512d;
+    type Decoder = ();
+    const PARTS: usize = 2;
+    const AHEAD: usize = 2;
+
+    #[inline(always)]
+    unsafe fn decoder() {}
+
+    #[inline(always)]
+    unsafe fn load_scaled((): &(), p: *const u8, scale: u8) -> [Self; 2] {
+        // SAFETY: as said above; there is a scale for each byte.
+        unsafe {
+            let scale = Self::splat(lanes::SCALES[usize::from(scale)]);
+            [Self::load_e2m1(p).mul(scale), Self::load_e2m1(p.add(8)).mul(scale)]
+        }
+    }
+
+    tiles::loops!("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl");
 }

@@ -7,28 +7,23 @@
 //!     32 columns with a misfit, or with less than 32: weights to a buffer, mend them there, multiply
 //!     park the lanes
 //!
-//! several: as above, but the weights of R rows and 512 columns go to a buffer in the first-level
-//!   cache, are mended there, and are multiplied with all positions
+//! several: see `tiles.rs`; the weights of a group of rows go to a buffer in the first-level cache, are
+//!   mended there, and are multiplied with all positions
 //! ```
 //!
 //! Lanes receive the same products in the same order as from the matrix before it was coded, so the
-//! bits are those of [`super::lanes::matmul_bf16`]; see there for the rest of the argument. Only
+//! bits are those of [`super::lanes::bf16_one`]; see there for the rest of the argument. Only
 //! [`Decode`] knows about registers; a misfit costs its group of 32 a detour and nothing else.
 
 use super::lanes::Lanes;
-use super::{LANES, Panel, TILE, cache};
+use super::{LANES, cache};
 use crate::coded::{CODES, CodedMatrix, GROUP, GROUP_BYTES};
 use crate::math::round;
 
 /// Bytes of a decoded group.
 pub(super) const DECODED: usize = 2 * GROUP;
-/// Groups of a block of columns with several positions.
-const GROUPS_MANY: usize = 512 / GROUP;
-/// Rows whose lanes are parked together, with one position and with several.
-const ROWS_ONE: usize = 48;
-const ROWS_MANY: usize = 24;
-/// Positions whose lanes are parked together.
-const POSITIONS: usize = 16;
+/// Rows whose lanes are parked together.
+const ROWS: usize = 48;
 
 /// Lanes that can be filled from codes.
 ///
@@ -79,39 +74,29 @@ pub(super) unsafe fn store_words(group: *const u8, table: *const u8, out: *mut u
     }
 }
 
+/// The product with one position.
+///
 /// # Safety
-/// The features of `L`; the shapes agree and `out` is not empty.
+/// The features of `L`; the shapes agree.
 #[inline(always)]
-pub(super) unsafe fn matmul_coded<L: Decode, const R: usize, const RP: usize>(
-    w: CodedMatrix<'_>,
-    x: &Panel<'_>,
-    out: &mut [f32],
-) {
-    // SAFETY: the caller's promise.
-    unsafe { if x.positions == 1 { one::<L, R>(w, x, out) } else { many::<L, RP>(w, x, out) } }
-}
-
-/// # Safety
-/// As [`matmul_coded`], with one position.
-#[inline(always)]
-unsafe fn one<L: Decode, const R: usize>(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
+pub(super) unsafe fn coded_one<L: Decode, const R: usize>(w: CodedMatrix<'_>, x: &[f64], out: &mut [f32]) {
     let (all, columns) = (w.groups_per_row(), cache::columns() / GROUP);
-    for (chunk, out) in out.chunks_mut(ROWS_ONE).enumerate() {
-        let row = chunk * ROWS_ONE;
+    for (chunk, out) in out.chunks_mut(ROWS).enumerate() {
+        let row = chunk * ROWS;
         // SAFETY: rows, groups and columns exist by the bounds of the loops; the panel is padded to
         // whole groups.
         unsafe {
-            let mut acc = [L::zero(); ROWS_ONE];
+            let mut acc = [L::zero(); ROWS];
             let acc = &mut acc[..out.len()];
             for first in (0..all).step_by(columns) {
                 let span = (first, columns.min(all - first));
                 let mut r = 0;
                 while r + R <= acc.len() {
-                    one_group::<L, R>(w, row + r, span, x.data, &mut acc[r..r + R]);
+                    one_group::<L, R>(w, row + r, span, x, &mut acc[r..r + R]);
                     r += R;
                 }
                 while r < acc.len() {
-                    one_group::<L, 1>(w, row + r, span, x.data, &mut acc[r..r + 1]);
+                    one_group::<L, 1>(w, row + r, span, x, &mut acc[r..r + 1]);
                     r += 1;
                 }
             }
@@ -214,105 +199,4 @@ pub(super) unsafe fn decode_row<L: Decode>(
         }
     }
     mend(decoded, first * GROUP, w.cols(), &mut w.misfits_from(row, first * GROUP));
-}
-
-/// # Safety
-/// As [`matmul_coded`].
-#[inline(always)]
-unsafe fn many<L: Decode, const R: usize>(w: CodedMatrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
-    let (positions, all) = (x.positions, w.groups_per_row());
-    for (chunk, out) in out.chunks_mut(ROWS_MANY * positions).enumerate() {
-        let (row, rows) = (chunk * ROWS_MANY, out.len() / positions);
-        for start in (0..positions).step_by(POSITIONS) {
-            let end = positions.min(start + POSITIONS);
-            // SAFETY: rows, groups and positions exist by the bounds of the loops.
-            unsafe {
-                let mut acc = [[L::zero(); POSITIONS]; ROWS_MANY];
-                let acc = &mut acc[..rows];
-                for first in (0..all).step_by(GROUPS_MANY) {
-                    let span = (first, GROUPS_MANY.min(all - first));
-                    let mut r = 0;
-                    while r + R <= rows {
-                        many_rows::<L, R>(w, row + r, span, x, (start, end), &mut acc[r..r + R]);
-                        r += R;
-                    }
-                    while r < rows {
-                        many_rows::<L, 1>(w, row + r, span, x, (start, end), &mut acc[r..r + 1]);
-                        r += 1;
-                    }
-                }
-                for (acc, out) in acc.iter().zip(out.chunks_exact_mut(positions)) {
-                    for (acc, out) in acc.iter().zip(&mut out[start..end]) {
-                        *out = round(acc.fold_split());
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// The groups `first..first + len` of the rows `row..row + R` with the positions `start..end`.
-///
-/// # Safety
-/// The features of `L`; rows, groups and positions exist; `len <= GROUPS_MANY`, `acc` has `R` rows.
-#[inline(always)]
-unsafe fn many_rows<L: Decode, const R: usize>(
-    w: CodedMatrix<'_>,
-    row: usize,
-    (first, len): (usize, usize),
-    x: &Panel<'_>,
-    (start, end): (usize, usize),
-    acc: &mut [[L; POSITIONS]],
-) {
-    let mut decoded = [[0u8; GROUPS_MANY * DECODED]; R];
-    for (r, decoded) in decoded.iter_mut().enumerate() {
-        let ahead = if start == 0 { R } else { 0 };
-        // SAFETY: the row and its groups exist.
-        unsafe { decode_row::<L>(w, row + r, first, ahead, &mut decoded[..len * DECODED]) }
-    }
-    for tile in (start..end).step_by(TILE) {
-        let (x, count) = x.tile(tile);
-        // SAFETY: the tile has `count` positions of all columns, padded to whole groups.
-        unsafe {
-            let (x, position) = (x.as_ptr().add(first * GROUP * count), tile - start);
-            match count {
-                1 => many_tile::<L, R, 1>(&decoded, x, 2 * len, acc, position),
-                2 => many_tile::<L, R, 2>(&decoded, x, 2 * len, acc, position),
-                3 => many_tile::<L, R, 3>(&decoded, x, 2 * len, acc, position),
-                _ => many_tile::<L, R, 4>(&decoded, x, 2 * len, acc, position),
-            }
-        }
-    }
-}
-
-/// `blocks` blocks of sixteen decoded weights of `R` rows with a tile of `P` positions.
-///
-/// # Safety
-/// The features of `L`; the rows have `blocks` blocks, `x` has `16 * P` elements for each.
-#[inline(always)]
-unsafe fn many_tile<L: Decode, const R: usize, const P: usize>(
-    decoded: &[[u8; GROUPS_MANY * DECODED]; R],
-    x: *const f64,
-    blocks: usize,
-    acc: &mut [[L; POSITIONS]],
-    position: usize,
-) {
-    // SAFETY: `b < blocks` and `p < P`; see above for what is valid.
-    unsafe {
-        let mut sums = [[L::zero(); P]; R];
-        for (sums, acc) in sums.iter_mut().zip(&*acc) {
-            sums.copy_from_slice(&acc[position..][..P]);
-        }
-        for b in 0..blocks {
-            for (sums, decoded) in sums.iter_mut().zip(decoded) {
-                let weights = L::load_bf16_split(decoded.as_ptr().add(b * 2 * LANES));
-                for (p, sum) in sums.iter_mut().enumerate() {
-                    *sum = weights.mul_add(L::load(x.add((b * P + p) * LANES)), *sum);
-                }
-            }
-        }
-        for (sums, acc) in sums.iter().zip(acc) {
-            acc[position..][..P].copy_from_slice(sums);
-        }
-    }
 }

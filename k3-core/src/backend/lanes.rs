@@ -1,13 +1,12 @@
 //! The SIMD kernels, written once over [`Lanes`]: sixteen f64 in whatever registers a CPU has.
 //!
 //! ```text
-//! product with a matrix, for 48 rows at a time (24 and 16 with several positions):
+//! product of a matrix and one position, for 48 rows at a time (for those with several see `tiles.rs`):
 //!   for each block of columns:              its part of the panel stays in cache, see `cache.rs`
-//!     for each tile of <= 4 positions:
-//!       for each group of R rows:           load the group's lanes, or zeros
-//!         for each 16 (32) columns:         decode weights once, add R * P products
-//!         park the lanes
-//!   fold the lanes of every row and position, round
+//!     for each group of R rows:             load the group's lanes, or zeros
+//!       for each 16 columns:                decode weights, add R products
+//!       park the lanes
+//!   fold the lanes of every row, round
 //! ```
 //!
 //! # Why the bits are those of `scalar.rs`
@@ -30,7 +29,7 @@
 //! group asks for the next group's bytes at its own column. A prefetch past the end of the matrix is
 //! only a hint, and its address is computed without leaving the rules for pointers (`wrapping_add`).
 
-use super::{Backend, KdaStep, LANES, Panel, TILE, cache};
+use super::{Backend, KdaStep, LANES, cache};
 use crate::math::round;
 use crate::view::{Bf16Matrix, F32Matrix, GROUP, Mxfp4Matrix};
 
@@ -72,8 +71,25 @@ pub(super) trait Lanes: Copy {
     unsafe fn prefetch(p: *const u8);
 }
 
+/// `x`, of which the compiler then knows nothing.
+///
+/// It makes a blend with zeros of an `and` with a constant, and the pipes that blend are those that widen and
+/// shuffle.
+///
+/// # Safety
+/// AVX2.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn opaque(mut x: core::arch::x86_64::__m256i) -> core::arch::x86_64::__m256i {
+    // SAFETY: no instruction at all.
+    unsafe {
+        core::arch::asm!("/* {0} */", inout(ymm_reg) x, options(pure, nomem, nostack, preserves_flags));
+    }
+    x
+}
+
 /// 2^(byte - 127) for every scale byte; 0 for the NaN of E8M0.
-static SCALES: [f64; 256] = {
+pub(super) static SCALES: [f64; 256] = {
     let mut scales = [0.0; 256];
     let mut bits = (1023 - 127) << 52;
     let mut byte = 0;
@@ -196,76 +212,55 @@ pub(super) unsafe fn matmul_f32<L: Lanes, const R: usize>(w: F32Matrix<'_>, x: &
     }
 }
 
-/// Positions whose lanes are parked together.
-const POSITIONS: usize = 16;
-/// Columns of a block with several positions: the f64 of a tile take 16 KiB.
-const COLUMNS_MANY: usize = 512;
-/// Columns of an MXFP4 block with several positions.
-const COLUMNS_MXFP4: usize = 256;
-/// Rows of an MXFP4 block with several positions.
-const ROWS_MXFP4: usize = 16;
+/// Rows whose lanes are parked together.
+const ROWS: usize = 48;
 
-/// Where the rows of a group lie: the first one's bytes at the block's first column, the distance of
-/// rows in bytes, and how far ahead to prefetch.
-#[derive(Clone, Copy)]
-struct Rows {
-    first: *const u8,
-    stride: usize,
-    ahead: usize,
-}
-
-/// `blocks` blocks of sixteen columns of `R` bf16 rows with a tile of `P` positions.
+/// Blocks `first..end` of sixteen columns of `R` bf16 rows, `stride` bytes apart from `w` on; asks for the same
+/// columns of as many rows that are `ahead` bytes further on.
 ///
 /// # Safety
-/// The features of `L`; `w` has `R` rows of `32 * blocks` bytes, `x` has `16 * P * blocks` elements.
+/// The features of `L`; the rows have `32 * blocks` bytes, `x` has `16 * blocks` elements.
 #[inline(always)]
-unsafe fn bf16_group<L: Lanes, const R: usize, const P: usize, const S: usize>(
-    w: Rows,
+unsafe fn bf16_group<L: Lanes, const R: usize>(
+    w: *const u8,
+    (stride, ahead): (usize, usize),
     x: *const f64,
     blocks: usize,
-    acc: &mut [[L; S]],
-    position: usize,
+    acc: &mut [L],
 ) {
-    // SAFETY: `b < blocks`, `r < R` and `p < P` everywhere; see above for what is valid.
+    // SAFETY: `b < blocks` and `r < R` everywhere; see above for what is valid.
     unsafe {
-        let mut sums = [[L::zero(); P]; R];
-        for (sums, acc) in sums.iter_mut().zip(&*acc) {
-            sums.copy_from_slice(&acc[position..][..P]);
-        }
+        let mut sums = [L::zero(); R];
+        sums.copy_from_slice(acc);
         let mut b = 0;
         while b < blocks {
             let n = if b + 2 <= blocks { 2 } else { 1 };
             for r in 0..R {
-                L::prefetch(w.first.wrapping_add(r * w.stride + b * 32 + w.ahead));
+                L::prefetch(w.wrapping_add(r * stride + b * 32 + ahead));
             }
             for b in b..b + n {
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let weights = L::load_bf16_split(w.first.add(r * w.stride + b * 32));
-                    for (p, sum) in sums.iter_mut().enumerate() {
-                        *sum = weights.mul_add(L::load(x.add((b * P + p) * LANES)), *sum);
-                    }
+                let x = L::load(x.add(b * LANES));
+                for (r, sum) in sums.iter_mut().enumerate() {
+                    *sum = L::load_bf16_split(w.add(r * stride + b * 32)).mul_add(x, *sum);
                 }
             }
             b += n;
         }
-        for (sums, acc) in sums.iter().zip(acc) {
-            acc[position..][..P].copy_from_slice(sums);
-        }
+        acc.copy_from_slice(&sums);
     }
 }
 
-/// The columns `first..first + len` of all rows of `acc` with a tile of `P` positions.
+/// The columns `first..first + len` of all rows of `acc`, from `row` on.
 ///
 /// # Safety
-/// The features of `L`; the rows `row..row + acc.len()` and the columns exist; `x` is the tile.
+/// The features of `L`; the rows and columns exist; `x` is the panel.
 #[inline(always)]
-unsafe fn bf16_rows<L: Lanes, const R: usize, const P: usize, const S: usize>(
+unsafe fn bf16_rows<L: Lanes, const R: usize>(
     w: Bf16Matrix<'_>,
     row: usize,
     (first, len): (usize, usize),
     x: &[f64],
-    acc: &mut [[L; S]],
-    position: usize,
+    acc: &mut [L],
 ) {
     let stride = w.cols() * 2;
     let (blocks, tail) = (len / LANES, len % LANES);
@@ -277,22 +272,19 @@ unsafe fn bf16_rows<L: Lanes, const R: usize, const P: usize, const S: usize>(
         // is copied, with zeros behind it, so that nothing past the row's end is read.
         unsafe {
             let start = w.bytes().as_ptr().add((row + r) * stride + first * 2);
-            let ahead = if position == 0 { n * stride } else { 0 };
-            let x = x.as_ptr().add(first * P);
-            let rows = Rows { first: start, stride, ahead };
+            let x = x.as_ptr().add(first);
             if n == R {
-                bf16_group::<L, R, P, S>(rows, x, blocks, group, position);
+                bf16_group::<L, R>(start, (stride, n * stride), x, blocks, group);
             } else {
-                bf16_group::<L, 1, P, S>(rows, x, blocks, group, position);
+                bf16_group::<L, 1>(start, (stride, n * stride), x, blocks, group);
             }
             if tail > 0 {
-                let x = x.add(blocks * P * LANES);
+                let x = x.add(blocks * LANES);
                 for (k, acc) in group.iter_mut().enumerate() {
                     let mut padded = [0u8; 2 * LANES];
                     let from = start.add(k * stride + blocks * 2 * LANES);
                     core::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), tail * 2);
-                    let rows = Rows { first: padded.as_ptr(), stride: 0, ahead: 0 };
-                    bf16_group::<L, 1, P, S>(rows, x, 1, core::slice::from_mut(acc), position);
+                    bf16_group::<L, 1>(padded.as_ptr(), (0, 0), x, 1, core::slice::from_mut(acc));
                 }
             }
         }
@@ -300,100 +292,43 @@ unsafe fn bf16_rows<L: Lanes, const R: usize, const P: usize, const S: usize>(
     }
 }
 
-/// # Safety
-/// The features of `L`; the shapes agree and `out` is not empty.
-#[inline(always)]
-pub(super) unsafe fn matmul_bf16<L: Lanes, const R: usize, const RP: usize>(
-    w: Bf16Matrix<'_>,
-    x: &Panel<'_>,
-    out: &mut [f32],
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if x.positions == 1 {
-            bf16_one::<L, R>(w, x, out);
-        } else {
-            bf16_chunks::<L, R, RP, POSITIONS, 24>(w, x, COLUMNS_MANY, out);
-        }
-    }
-}
-
-/// [`matmul_bf16`] for one position.
+/// The product with one position.
 ///
 /// # Safety
-/// As there.
+/// The features of `L`; the shapes agree.
 #[inline(always)]
-pub(super) unsafe fn bf16_one<L: Lanes, const R: usize>(w: Bf16Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
-    // SAFETY: the caller's promise.
-    unsafe { bf16_chunks::<L, R, 1, 1, 48>(w, x, cache::columns(), out) }
-}
-
-/// # Safety
-/// As [`matmul_bf16`]; `S` is [`POSITIONS`], or 1 if there is one position.
-#[inline(always)]
-unsafe fn bf16_chunks<L: Lanes, const R: usize, const RP: usize, const S: usize, const N: usize>(
-    w: Bf16Matrix<'_>,
-    x: &Panel<'_>,
-    columns: usize,
-    out: &mut [f32],
-) {
-    let (positions, cols) = (x.positions, w.cols());
-    for (chunk, out) in out.chunks_mut(N * positions).enumerate() {
-        let (row, rows) = (chunk * N, out.len() / positions);
-        for start in (0..positions).step_by(S) {
-            let end = positions.min(start + S);
-            // SAFETY: rows, columns and positions exist by the bounds of the loops.
-            unsafe {
-                let mut acc = [[L::zero(); S]; N];
-                let acc = &mut acc[..rows];
-                for first in (0..cols).step_by(columns) {
-                    let span = (first, columns.min(cols - first));
-                    for tile in (start..end).step_by(TILE) {
-                        let (x, count) = x.tile(tile);
-                        let position = tile - start;
-                        if S == 1 {
-                            bf16_rows::<L, R, 1, S>(w, row, span, x, acc, 0);
-                            continue;
-                        }
-                        match count {
-                            1 => bf16_rows::<L, RP, 1, S>(w, row, span, x, acc, position),
-                            2 => bf16_rows::<L, RP, 2, S>(w, row, span, x, acc, position),
-                            3 => bf16_rows::<L, RP, 3, S>(w, row, span, x, acc, position),
-                            _ => bf16_rows::<L, RP, 4, S>(w, row, span, x, acc, position),
-                        }
-                    }
-                }
-                for (acc, out) in acc.iter().zip(out.chunks_exact_mut(positions)) {
-                    for (acc, out) in acc.iter().zip(&mut out[start..end]) {
-                        *out = round(acc.fold_split());
-                    }
-                }
+pub(super) unsafe fn bf16_one<L: Lanes, const R: usize>(w: Bf16Matrix<'_>, x: &[f64], out: &mut [f32]) {
+    let (cols, columns) = (w.cols(), cache::columns());
+    for (chunk, out) in out.chunks_mut(ROWS).enumerate() {
+        // SAFETY: rows and columns exist by the bounds of the loops.
+        unsafe {
+            let mut acc = [L::zero(); ROWS];
+            let acc = &mut acc[..out.len()];
+            for first in (0..cols).step_by(columns) {
+                bf16_rows::<L, R>(w, chunk * ROWS, (first, columns.min(cols - first)), x, acc);
+            }
+            for (acc, out) in acc.iter().zip(out) {
+                *out = round(acc.fold_split());
             }
         }
     }
 }
 
+/// The product with one position.
+///
 /// # Safety
-/// The features of `L`; the shapes agree and `out` is not empty.
+/// The features of `L`; the shapes agree.
 #[inline(always)]
-pub(super) unsafe fn matmul_mxfp4<L: Lanes, const R: usize, const RP: usize>(
-    w: Mxfp4Matrix<'_>,
-    x: &Panel<'_>,
-    out: &mut [f32],
-) {
-    // SAFETY: the caller's promise; the rows exist by the loop bounds.
+pub(super) unsafe fn mxfp4_one<L: Lanes, const R: usize>(w: Mxfp4Matrix<'_>, x: &[f64], out: &mut [f32]) {
+    let mut r = 0;
+    // SAFETY: the rows exist by the loop bounds.
     unsafe {
-        if x.positions > 1 {
-            mxfp4_many::<L, RP>(w, x, out);
-            return;
-        }
-        let mut r = 0;
         while r + R <= out.len() {
-            mxfp4_group::<L, R>(w, r, x.data, &mut out[r..r + R]);
+            mxfp4_group::<L, R>(w, r, x, &mut out[r..r + R]);
             r += R;
         }
         while r < out.len() {
-            mxfp4_group::<L, 1>(w, r, x.data, &mut out[r..r + 1]);
+            mxfp4_group::<L, 1>(w, r, x, &mut out[r..r + 1]);
             r += 1;
         }
     }
@@ -433,121 +368,6 @@ unsafe fn mxfp4_group<L: Lanes, const R: usize>(w: Mxfp4Matrix<'_>, row: usize, 
         }
         for (acc, out) in acc.iter().zip(out) {
             *out = round(acc.fold());
-        }
-    }
-}
-
-/// Several positions: weights are decoded and scaled once into a scratch that stays in cache.
-///
-/// # Safety
-/// The features of `L`; the shapes agree.
-#[inline(always)]
-unsafe fn mxfp4_many<L: Lanes, const R: usize>(w: Mxfp4Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
-    let (positions, cols) = (x.positions, w.cols());
-    for (chunk, out) in out.chunks_mut(ROWS_MXFP4 * positions).enumerate() {
-        let (row, rows) = (chunk * ROWS_MXFP4, out.len() / positions);
-        for start in (0..positions).step_by(POSITIONS) {
-            let end = positions.min(start + POSITIONS);
-            // SAFETY: rows, columns and positions exist by the bounds of the loops.
-            unsafe {
-                let mut acc = [[L::zero(); POSITIONS]; ROWS_MXFP4];
-                let acc = &mut acc[..rows];
-                for first in (0..cols).step_by(COLUMNS_MXFP4) {
-                    let len = COLUMNS_MXFP4.min(cols - first);
-                    let mut r = 0;
-                    while r < rows {
-                        let n = if r + R <= rows { R } else { 1 };
-                        if n == R {
-                            mxfp4_tiles::<L, R>(w, row + r, (first, len), x, (start, end), &mut acc[r..r + R]);
-                        } else {
-                            mxfp4_tiles::<L, 1>(w, row + r, (first, len), x, (start, end), &mut acc[r..r + 1]);
-                        }
-                        r += n;
-                    }
-                }
-                for (acc, out) in acc.iter().zip(out.chunks_exact_mut(positions)) {
-                    for (acc, out) in acc.iter().zip(&mut out[start..end]) {
-                        *out = round(acc.fold());
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// The columns `first..first + len` of `R` rows with the positions `start..end`.
-///
-/// # Safety
-/// The features of `L`; rows, columns and positions exist; whole groups; `len <= COLUMNS_MXFP4`.
-#[inline(always)]
-unsafe fn mxfp4_tiles<L: Lanes, const R: usize>(
-    w: Mxfp4Matrix<'_>,
-    row: usize,
-    (first, len): (usize, usize),
-    x: &Panel<'_>,
-    (start, end): (usize, usize),
-    acc: &mut [[L; POSITIONS]],
-) {
-    let (stride, groups) = (w.cols() / 2, w.cols() / GROUP);
-    // SAFETY: `g` counts the groups of the block, so nibbles, scales, scratch and panel have them.
-    unsafe {
-        let mut scratch = [[L::zero(); COLUMNS_MXFP4 / LANES]; R];
-        for (r, scratch) in scratch.iter_mut().enumerate() {
-            let packed = w.packed().as_ptr().add((row + r) * stride + first / 2);
-            let scales = w.scales().as_ptr().add((row + r) * groups + first / GROUP);
-            for g in 0..len / GROUP {
-                let bytes = packed.add(g * (GROUP / 2));
-                if g % 4 == 0 {
-                    L::prefetch(bytes.wrapping_add(R * stride));
-                }
-                let scale = L::splat(SCALES[usize::from(*scales.add(g))]);
-                scratch[2 * g] = L::load_e2m1(bytes).mul(scale);
-                scratch[2 * g + 1] = L::load_e2m1(bytes.add(8)).mul(scale);
-            }
-        }
-        for tile in (start..end).step_by(TILE) {
-            let (x, count) = x.tile(tile);
-            let (x, position) = (x.as_ptr().add(first * count), tile - start);
-            match count {
-                1 => mxfp4_tile::<L, R, 1>(&scratch, x, len / GROUP, acc, position),
-                2 => mxfp4_tile::<L, R, 2>(&scratch, x, len / GROUP, acc, position),
-                3 => mxfp4_tile::<L, R, 3>(&scratch, x, len / GROUP, acc, position),
-                _ => mxfp4_tile::<L, R, 4>(&scratch, x, len / GROUP, acc, position),
-            }
-        }
-    }
-}
-
-/// `groups` groups of `R` decoded rows with a tile of `P` positions.
-///
-/// # Safety
-/// The features of `L`; `x` has `groups * P * 32` elements, the scratch as many groups.
-#[inline(always)]
-unsafe fn mxfp4_tile<L: Lanes, const R: usize, const P: usize>(
-    scratch: &[[L; COLUMNS_MXFP4 / LANES]; R],
-    x: *const f64,
-    groups: usize,
-    acc: &mut [[L; POSITIONS]],
-    position: usize,
-) {
-    // SAFETY: `g < groups`, `p < P`; see above for what is valid.
-    unsafe {
-        let mut sums = [[L::zero(); P]; R];
-        for (sums, acc) in sums.iter_mut().zip(&*acc) {
-            sums.copy_from_slice(&acc[position..][..P]);
-        }
-        for g in 0..groups {
-            for p in 0..P {
-                let x0 = L::load(x.add((2 * g * P + p) * LANES));
-                let x1 = L::load(x.add(((2 * g + 1) * P + p) * LANES));
-                for (sums, scratch) in sums.iter_mut().zip(scratch) {
-                    let (v0, v1) = (*scratch.get_unchecked(2 * g), *scratch.get_unchecked(2 * g + 1));
-                    sums[p] = v1.mul_add(x1, v0.mul(x0)).add(sums[p]);
-                }
-            }
-        }
-        for (sums, acc) in sums.iter().zip(acc) {
-            acc[position..][..P].copy_from_slice(sums);
         }
     }
 }

@@ -45,6 +45,8 @@ mod lanes;
 mod scalar;
 #[cfg(test)]
 mod tests;
+#[cfg(all(target_arch = "x86_64", target_feature = "sse2"))]
+mod tiles;
 
 use crate::coded::CodedMatrix;
 use crate::math;
