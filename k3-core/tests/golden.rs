@@ -10,6 +10,7 @@ mod tiny;
 
 use k3_core::backend::{Backend, Layout, Panel};
 use k3_core::carve::Line;
+use k3_core::coded::{CodedMatrix, coded_len, encode};
 use k3_core::config::ModelConfig;
 use k3_core::exec::Serial;
 use k3_core::math::{self, canonical_bits};
@@ -93,8 +94,9 @@ const LENGTHS: [usize; 12] = [0, 1, 7, 8, 15, 16, 17, 31, 33, 64, 100, 257];
 
 type Kernel = fn(Backend, &mut Seeded, usize, &mut Hash);
 
-/// A kernel, what its outputs hash to, and how to run it at one of the lengths.
-const KERNELS: [(&str, u64, Kernel); 16] = [
+/// A kernel, what its outputs hash to, and how to run it at one of the lengths. Its place here seeds its
+/// inputs, so a new one goes to the end.
+const KERNELS: [(&str, u64, Kernel); 17] = [
     ("dot", 0x7c01_d6c4_c4e7_73e8, |b, s, n, h| h.floats(&[b.dot(&s.floats(n), &s.floats(n))])),
     ("sum_squares", 0x8fb1_eff0_73af_4425, |b, s, n, h| h.bytes(&b.sum_squares(&s.floats(n)).to_bits().to_le_bytes())),
     ("sum", 0xa876_7157_e9b4_f335, |b, s, n, h| h.bytes(&b.sum(&s.floats(n)).to_bits().to_le_bytes())),
@@ -182,7 +184,35 @@ const KERNELS: [(&str, u64, Kernel); 16] = [
         b.decode_bf16(&bytes, &mut out);
         h.floats(&out);
     }),
+    ("matmul_coded", 0x03a6_f55d_d318_5c59, |b, s, n, h| {
+        // Seven weights in ten fit the table; then nearly all of them.
+        let (mut w, x) = (s.bf16(5 * n), s.floats(6 * n));
+        for every in [1, 37] {
+            for weight in w.chunks_exact_mut(2).enumerate().filter_map(|(i, w)| (i % every != 0).then_some(w)) {
+                weight[1] = weight[1] & 0x83 | 0x3c;
+            }
+            let mut block = vec![0; coded_len(5, n, 5 * n).unwrap()];
+            let len = encode(&w, 5, n, &mut block).unwrap();
+            h.bytes(&block[..len]);
+            let coded = CodedMatrix::new(&block[..len], 5, n).unwrap();
+            for positions in [1, 4, 6] {
+                let mut buf = vec![0.0; Panel::len(n, positions).unwrap()];
+                let panel = b.pack(Layout::Bf16, &x[..positions * n], n, positions, &mut buf);
+                let mut out = vec![0.0; 5 * positions];
+                b.matmul_coded(coded, &panel, &mut out);
+                h.floats(&out);
+            }
+        }
+    }),
 ];
+
+/// Where a machine was chosen for a back end, a run without it would compare nothing new and pass.
+#[test]
+fn the_back_end_that_is_asked_for_is_the_best_one_here() {
+    if let Ok(name) = std::env::var("K3_EXPECT_BACKEND") {
+        assert_eq!(Backend::detect().name(), name);
+    }
+}
 
 #[test]
 fn kernels_give_the_bits_that_are_written_here() {
