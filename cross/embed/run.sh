@@ -26,6 +26,9 @@ for way in "${ways[@]}"; do
         cargo build --release --quiet --target-dir "$target"
         gcc -std=c11 -Wall -Wextra -Werror -O2 -Iinclude -o "$target/embed-c" main.c "$target/release/libk3_embed.a"
         "$target/embed-c" "$archive" "$prompt" "$ids" > "$target/c.txt"
+        gcc -std=gnu11 -Wall -Wextra -Werror -O2 -Iinclude -o "$target/embed-stack" stack.c \
+            "$target/release/libk3_embed.a"
+        "$target/embed-stack" "$archive" "$prompt" "$ids"
         ;;
     wasm)
         if ! command -v node >/dev/null; then

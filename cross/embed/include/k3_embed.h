@@ -11,6 +11,10 @@
  * Overlap.    Memory that is written (`memory`, `ids`, `counts`, `bits`, `needed`) overlaps nothing else.
  * Sizes.      Lengths are in bytes, but `ids_len`, which is in ids. Whole units of 64 bytes of
  *             `memory` are used. Its contents do not matter before a call and mean nothing behind it.
+ * Stack.      A call needs K3_STACK bytes of stack, in an optimised build. It does not depend on the model or
+ *             the prompt: what does lies in `memory`, and nothing recurses. stack.c measures it: with AVX2 and
+ *             the demo 60 kB for k3_generate and 9 kB for k3_memory_needed; the rest is for other compilers
+ *             and processors. A thread with a small stack, or wasm's linker, has to be told.
  * Numbers.    The caller runs with round to nearest and without flush to zero (the default
  *             everywhere). Then the same archive and prompt give the same ids and bits on every machine.
  *
@@ -39,6 +43,9 @@ enum {
     K3_ARITHMETIC = 7, /* a logit is not finite: no id is made up */
     K3_ARGUMENT = 8    /* a null or misaligned pointer, or an empty prompt */
 };
+
+/* Bytes of stack that hold any call, see above. */
+enum { K3_STACK = 128 * 1024 };
 
 /* Writes to `needed` how many bytes of `memory` k3_generate wants for `ids_len` ids in all and a prompt
  * of `prompt_len` bytes. It reads the config and the vocabulary, not the weights. On failure `needed` is
