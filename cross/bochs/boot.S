@@ -112,8 +112,9 @@ gdt_at: .word   gdt_at - gdt - 1
 
 command:
         # No looking for hardware that is not there, no measuring of clocks, no tests of ciphers, no names for
-        # tracing, no defence against attacks that nobody makes: half of the time. A panic starts the machine again, which is its end. Bochs counts the compacted area of
-        # registers (xsavec, xsaves) larger than the kernel does, and a kernel that disagrees goes without AVX.
+        # tracing, no defence against attacks that nobody makes: most of the time. A panic starts the machine
+        # again, which is its end. Bochs counts the compacted area of registers (xsavec, xsaves) larger than
+        # the kernel does, and a kernel that disagrees goes without AVX.
         .ascii  "console=ttyS0,115200 quiet loglevel=3 panic=-1 reboot=t nokaslr mitigations=off nosmp acpi=off "
         .ascii  "noapic nolapic pci=off tsc=reliable lpj=4000000 random.trust_cpu=on cryptomgr.notests "
         .asciz  "initcall_blacklist=trace_eval_init clearcpuid=xsaves,xsavec rdinit=/init"
