@@ -16,7 +16,7 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Bytes that are read at a time.
@@ -29,6 +29,8 @@ const DIGITS: usize = 32;
 enum Stop {
     /// Whoever read the output went away.
     Closed,
+    /// The output cannot be written to.
+    Output(Failure),
     Failed(Failure),
 }
 
@@ -43,129 +45,175 @@ impl From<io::Error> for Stop {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             ErrorKind::BrokenPipe => Self::Closed,
-            _ => Self::Failed(Failure::output(Path::new("standard output"), &error)),
+            _ => Self::Output(Failure::output(Path::new("standard output"), &error)),
         }
     }
 }
 
-/// The exit code of what is not a failure.
-fn code(done: Result<(), Stop>) -> Result<u8, Failure> {
-    match done {
-        Ok(()) | Err(Stop::Closed) => Ok(0),
-        Err(Stop::Failed(failure)) => Err(failure),
+/// Standard output. With `--json` it is one object, which is whole however the work ends: what fails while ids or
+/// text are being printed closes them and is its last member.
+struct Printer {
+    out: BufWriter<output::Patient<io::StdoutLock<'static>>>,
+    json: bool,
+    /// What closes the members that have been begun; `None` before the first.
+    close: Option<&'static str>,
+    characters: Utf8Stream,
+    count: u64,
+    bytes: u64,
+}
+
+impl Printer {
+    /// Prints what `work` prints, and says with what exit code the command ends.
+    fn run(json: bool, work: impl FnOnce(&mut Self) -> Result<(), Stop>) -> Result<u8, Failure> {
+        let out = BufWriter::with_capacity(1 << 16, output::stdout());
+        let mut this = Self { out, json, close: None, characters: Utf8Stream::new(), count: 0, bytes: 0 };
+        let done = work(&mut this);
+        let printed = match &done {
+            Ok(()) => this.end(None),
+            Err(Stop::Failed(failure)) => this.end(Some(&failure.message)),
+            Err(Stop::Closed | Stop::Output(_)) => Ok(()),
+        };
+        match done.and(printed.map_err(Stop::from)) {
+            Ok(()) | Err(Stop::Closed) => Ok(0),
+            Err(Stop::Failed(failure) | Stop::Output(failure)) => Err(failure),
+        }
+    }
+
+    /// Begins the object: the directory, and what opens and closes the member that grows.
+    fn begin(&mut self, dir: &Path, open: &str, close: &'static str) -> io::Result<()> {
+        if self.json {
+            write!(self.out, "{{\"model\":{}{open}", quoted(&dir.display().to_string()))?;
+            self.close = Some(close);
+        }
+        Ok(())
+    }
+
+    /// Prints a part of a text.
+    fn text(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.bytes += bytes.len() as u64;
+        if !self.json {
+            return self.out.write_all(bytes);
+        }
+        let mut json = String::new();
+        self.characters.push(bytes, |part| json.push_str(escaped(part).as_str()));
+        self.out.write_all(json.as_bytes())
+    }
+
+    /// Ends the object, or what is printed in its place.
+    fn end(&mut self, error: Option<&str>) -> io::Result<()> {
+        if self.json {
+            let mut json = String::new();
+            std::mem::take(&mut self.characters).finish(|part| json.push_str(part));
+            let (count, bytes) = (self.count, self.bytes);
+            let separator = match self.close {
+                Some(close) => {
+                    write!(self.out, "{json}{close},\"count\":{count},\"bytes\":{bytes}")?;
+                    ","
+                }
+                None => {
+                    write!(self.out, "{{")?;
+                    ""
+                }
+            };
+            if let Some(error) = error {
+                write!(self.out, "{separator}\"error\":{}", quoted(error))?;
+            }
+            writeln!(self.out, "}}")?;
+        }
+        self.out.flush()
     }
 }
 
 /// Prints the ids of a text.
 pub(crate) fn tokenize(args: &Tokenize) -> Result<u8, Failure> {
-    let input = Input::open(args.text.as_ref().map(|text| text.as_bytes()), &args.file)?;
-    let (dir, demo) = directory(&args.model)?;
-    let disk = || Arc::new(Disk::new(Mode::Buffered)) as Arc<dyn Source>;
-    let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(disk);
-    let mut files = VocabularyFiles::in_dir(&dir, &*source)?;
-    code(write_ids(args, input, &dir, &files.load()?))
+    Printer::run(args.json, |to| {
+        let input = Input::open(args.text.as_ref().map(|text| text.as_bytes()), &args.file)?;
+        with_vocabulary(&args.model, |dir, vocabulary| write_ids(args, input, dir, vocabulary, to))
+    })
 }
 
-fn write_ids(args: &Tokenize, mut input: Input<'_>, dir: &Path, vocabulary: &Vocabulary<'_>) -> Result<(), Stop> {
-    let mut out = BufWriter::with_capacity(1 << 16, output::stdout());
-    let (mut text, mut count, mut bytes) = (Vec::new(), 0u64, 0u64);
+fn write_ids(
+    args: &Tokenize,
+    mut input: Input<'_>,
+    dir: &Path,
+    vocabulary: &Vocabulary<'_>,
+    to: &mut Printer,
+) -> Result<(), Stop> {
     let listed = !args.count;
-    if args.json {
-        write!(out, "{{\"model\":{}", quoted(&dir.display().to_string()))?;
-        if listed {
-            write!(out, ",\"ids\":[")?;
-        }
-    }
+    let (open, close) = if listed { (",\"ids\":[", "]") } else { ("", "") };
+    to.begin(dir, open, close)?;
+    let mut text = Vec::new();
     loop {
         let more = input.read(&mut text)?;
         let part = if more { settled(&text) } else { text.len() };
         if part > 0 {
             for id in vocabulary.encode(&text[..part], args.parse_special).map_err(Failure::from)? {
                 match (listed, args.json) {
-                    (true, true) if count > 0 => write!(out, ",{}", id.0)?,
-                    (true, true) => write!(out, "{}", id.0)?,
-                    (true, false) => writeln!(out, "{}", id.0)?,
+                    (true, true) if to.count > 0 => write!(to.out, ",{}", id.0)?,
+                    (true, true) => write!(to.out, "{}", id.0)?,
+                    (true, false) => writeln!(to.out, "{}", id.0)?,
                     (false, _) => {}
                 }
-                count += 1;
+                to.count += 1;
             }
-            bytes += part as u64;
+            to.bytes += part as u64;
             text.drain(..part);
         }
         if !more {
             break;
         }
     }
-    match (args.json, args.count) {
-        (true, _) => {
-            let close = if listed { "]" } else { "" };
-            writeln!(out, "{close},\"count\":{count},\"bytes\":{bytes}}}")?;
-        }
-        (false, true) => writeln!(out, "{count}")?,
-        (false, false) => {}
+    if args.count && !args.json {
+        writeln!(to.out, "{}", to.count)?;
     }
-    out.flush()?;
     Ok(())
 }
 
 /// Prints the bytes of ids.
 pub(crate) fn detokenize(args: &Detokenize) -> Result<u8, Failure> {
-    let input = Input::open(args.ids.as_ref().map(String::as_bytes), &args.file)?;
-    let (dir, demo) = directory(&args.model)?;
-    let disk = || Arc::new(Disk::new(Mode::Buffered)) as Arc<dyn Source>;
-    let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(disk);
-    let mut files = VocabularyFiles::in_dir(&dir, &*source)?;
-    code(write_text(args, input, &dir, &files.load()?))
+    Printer::run(args.json, |to| {
+        let input = Input::open(args.ids.as_ref().map(String::as_bytes), &args.file)?;
+        with_vocabulary(&args.model, |dir, vocabulary| write_text(args, input, dir, vocabulary, to))
+    })
 }
 
-fn write_text(args: &Detokenize, mut input: Input<'_>, dir: &Path, vocabulary: &Vocabulary<'_>) -> Result<(), Stop> {
-    let mut out = BufWriter::with_capacity(1 << 16, output::stdout());
+fn write_text(
+    args: &Detokenize,
+    mut input: Input<'_>,
+    dir: &Path,
+    vocabulary: &Vocabulary<'_>,
+    to: &mut Printer,
+) -> Result<(), Stop> {
     let controls = if args.special { ControlText::Spell } else { ControlText::Drop };
-    let (mut text, mut bytes, mut characters) = (Vec::new(), Vec::new(), Utf8Stream::new());
-    let (mut count, mut length) = (0u64, 0u64);
-    if args.json {
-        write!(out, "{{\"model\":{},\"text\":\"", quoted(&dir.display().to_string()))?;
-    }
+    let (mut text, mut bytes) = (Vec::new(), Vec::new());
+    to.begin(dir, ",\"text\":\"", "\"")?;
     loop {
         let more = input.read(&mut text)?;
         let end = if more { text.iter().rposition(|&b| separates(b)).map_or(0, |i| i + 1) } else { text.len() };
         if end == 0 && text.len() > DIGITS && more {
-            return Err(not_an_id(&text, count + 1).into());
+            return Err(not_an_id(&text, to.count + 1).into());
         }
         for word in text[..end].split(|&b| separates(b)).filter(|word| !word.is_empty()) {
-            count += 1;
+            let place = to.count + 1;
             let number = std::str::from_utf8(word).ok().filter(|word| word.bytes().all(|b| b.is_ascii_digit()));
             let Some(id) = number.and_then(|word| word.parse().ok()).map(TokenId) else {
-                return Err(not_an_id(word, count).into());
+                return Err(not_an_id(word, place).into());
             };
             vocabulary.decode_as(id, controls, &mut bytes).map_err(|unknown| {
                 Failure::usage(
-                    format!("id number {count}: {unknown}"),
+                    format!("id number {place}: {unknown}"),
                     "the ids are of another vocabulary, or damaged; what is printed is the text before it",
                 )
             })?;
-            length += bytes.len() as u64;
-            if args.json {
-                let mut json = String::new();
-                characters.push(&bytes, |part| json.push_str(escaped(part).as_str()));
-                out.write_all(json.as_bytes())?;
-            } else {
-                out.write_all(&bytes)?;
-            }
+            to.text(&bytes)?;
+            to.count = place;
             bytes.clear();
         }
         text.drain(..end);
         if !more {
-            break;
+            return Ok(());
         }
     }
-    if args.json {
-        let mut json = String::new();
-        characters.finish(|part| json.push_str(part));
-        writeln!(out, "{json}\",\"count\":{count},\"bytes\":{length}}}")?;
-    }
-    out.flush()?;
-    Ok(())
 }
 
 /// What may stand between two ids.
@@ -197,15 +245,23 @@ fn escaped(text: &str) -> String {
     json
 }
 
-/// The directory that was named, or the demo's.
-fn directory(args: &TokenizerDir) -> Result<(PathBuf, Option<Demo>), Failure> {
-    match &args.dir {
-        Some(dir) => Ok((dir.clone(), None)),
+/// Calls `work` with the directory that was named, or the demo's, and its vocabulary.
+fn with_vocabulary(
+    args: &TokenizerDir,
+    work: impl FnOnce(&Path, &Vocabulary<'_>) -> Result<(), Stop>,
+) -> Result<(), Stop> {
+    let (dir, demo) = match &args.dir {
+        Some(dir) => (dir.clone(), None),
         None => {
             let demo = demo::unpack(true)?;
-            Ok((demo.dir().to_owned(), Some(demo)))
+            (demo.dir().to_owned(), Some(demo))
         }
-    }
+    };
+    let disk = || Arc::new(Disk::new(Mode::Buffered)) as Arc<dyn Source>;
+    let source = demo.as_ref().and_then(Demo::source).unwrap_or_else(disk);
+    let mut files = VocabularyFiles::in_dir(&dir, &*source).map_err(Failure::from)?;
+    let vocabulary = files.load().map_err(Failure::from)?;
+    work(&dir, &vocabulary)
 }
 
 /// Where bytes come from.

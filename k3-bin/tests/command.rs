@@ -1324,6 +1324,38 @@ fn ids_that_are_none_are_refused_by_number() {
     assert_eq!(code(&output), 3, "{}", text(&output.stderr));
 }
 
+/// The story: an id that is none left half an object behind, which no program can read.
+#[test]
+fn a_failure_with_json_is_in_a_whole_object() {
+    let dir = tiny();
+    let object = |output: &Output, failed: i32| {
+        assert_eq!(code(output), failed, "{}", text(&output.stderr));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        let error = object["error"].as_str().expect("an error").to_owned();
+        assert!(text(&output.stderr).contains(&error), "{error} / {}", text(&output.stderr));
+        object
+    };
+    let detokenize = |input: &str| piped(k3().args(["detokenize", "--json"]).arg(&dir), input.as_bytes());
+    let ids = text(&piped(k3().arg("tokenize").arg(&dir), b"a \"b\" \xe4\xbd").stdout);
+    for bad in ["999999", "-2", "4294967296", &"1".repeat(5_000_000)] {
+        let found = object(&detokenize(&format!("{ids} {bad} {ids}")), 2);
+        let count = ids.lines().count();
+        assert_eq!((&found["text"], &found["count"]), (&"a \"b\" \u{fffd}".into(), &count.into()));
+        assert_eq!(found["bytes"], 8);
+        assert!(found["error"].as_str().expect("a text").contains(&format!("id number {}", count + 1)), "{found}");
+    }
+    assert_eq!(object(&detokenize("x"), 2)["text"], "");
+    // Before there is anything to print, and after it.
+    for command in ["tokenize", "detokenize"] {
+        let none = object(&k3().args([command, "--json", "--file", "/nowhere"]).arg(&dir).output().expect("k3"), 2);
+        assert_eq!(none.as_object().expect("an object").len(), 1, "{none}");
+        object(&k3().args([command, "--json", "/nowhere/at/all"]).output().expect("k3"), 3);
+        object(&k3().args([command, "--json", "--file", "/"]).arg(&dir).output().expect("k3"), 2);
+    }
+    let counted = k3().args(["tokenize", "--json", "--count", "--file", "/"]).arg(&dir).output().expect("k3");
+    assert_eq!(object(&counted, 2)["count"], 0);
+}
+
 #[test]
 fn a_reader_of_ids_may_go_away() {
     let mut child = k3()
