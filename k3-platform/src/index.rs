@@ -11,13 +11,14 @@
 
 use crate::aligned::{AlignedBuf, AllocError};
 use crate::error::Error;
-use crate::io::{GaveUp, ReadAt, Source, Stamp, read_exact_at};
+use crate::io::{GaveUp, ReadAt, ReadFault, Source, Stamp, read_exact_at};
 use crate::segment::Place;
 use k3_core::checkpoint::{self, LayerTensor, Named, Sum, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::json::{Event, JsonError, Parser, State, Str};
 use k3_core::safetensors;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -204,26 +205,8 @@ impl Index {
 
         // Only now, when the index has named every tensor there is a slot for.
         index.offset_of = filled(count, 0)?;
-        let mut files = Vec::new();
-        for shard in &index.shards {
-            let path = dir.join(&shard.name);
-            let file = match source.open_cached(&path) {
-                Ok(_) => Some(path),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                    faults.push(Error::MissingShard { path, count: 1 });
-                    None
-                }
-                Err(e) if until == Until::Fault || GaveUp::of(&e).is_some() => return Err(Error::open(&path, e)),
-                Err(source) => {
-                    faults.push(Error::Open { path, source });
-                    None
-                }
-            };
-            files.push(file);
-        }
-        if until == Until::End || faults.is_empty() {
-            faults.extend(index.read_headers(dir, &files, &map, source, config, until));
-        }
+        let paths: Vec<_> = index.shards.iter().map(|shard| dir.join(&shard.name)).collect();
+        faults.extend(index.read_headers(&paths, &map, source, config, until)?);
         Ok((index, faults))
     }
 
@@ -316,35 +299,50 @@ impl Index {
         Ok(Map { known, ignored, counts })
     }
 
-    /// The headers of the shards that are there. Returns what is wrong with them, in the order of the
-    /// shards, then what they lack.
+    /// Opens each shard, once, and reads its header. Returns what is wrong: shards that cannot be opened,
+    /// then headers, both in the order of the shards, then what shards lack.
+    ///
+    /// Until a fault that is the first such file that is there and cannot be opened, or else all that are not
+    /// there, or else the first header with a fault. So after such a header the shards behind it are still
+    /// opened, and no more than that.
+    ///
+    /// # Errors
+    /// If an open is given up: the others would be waited for as long.
     fn read_headers(
         &mut self,
-        dir: &Path,
-        files: &[Option<PathBuf>],
+        paths: &[PathBuf],
         map: &Map,
         source: &dyn Source,
         config: &ModelConfig,
         until: Until,
-    ) -> Vec<Error> {
+    ) -> Result<Vec<Error>, Error> {
         let offsets: Vec<AtomicU64> = std::mem::take(&mut self.offset_of).into_iter().map(AtomicU64::new).collect();
-        let headers = Headers { source, config, map, shard_of: &self.shard_of, offset_of: &offsets };
-        let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let headers = Headers { config, map, shard_of: &self.shard_of, offset_of: &offsets };
+        let (next, failed, over) = (AtomicUsize::new(0), AtomicBool::new(false), AtomicBool::new(false));
         let results = Mutex::new(Vec::new());
         let work = || {
-            while until == Until::End || !failed.load(Ordering::Relaxed) {
+            while !over.load(Ordering::Relaxed) {
+                // Before the number is taken: all shards in front of the first fault are then read.
+                let only_open = until == Until::Fault && failed.load(Ordering::Relaxed);
                 let number = next.fetch_add(1, Ordering::Relaxed);
-                let Some(path) = files.get(number) else { break };
-                let Some(path) = path else { continue };
-                let result = headers.read(number, path.clone());
-                failed.fetch_or(result.is_err(), Ordering::Relaxed);
+                let Some(path) = paths.get(number) else { break };
+                let found = match source.open_cached(path) {
+                    Err(e) => Found::Unopened(e),
+                    Ok(_) if only_open => continue,
+                    Ok(file) => match headers.read(number, path, &*file) {
+                        Ok(contents) => Found::Whole(contents),
+                        Err(error) => Found::Fault(error),
+                    },
+                };
+                failed.fetch_or(!matches!(found, Found::Whole(_)), Ordering::Relaxed);
+                over.fetch_or(found.ends(until), Ordering::Relaxed);
                 if let Ok(mut results) = results.lock() {
-                    results.push((number, result));
+                    results.push((number, found));
                 }
             }
         };
         std::thread::scope(|scope| {
-            for _ in 1..AT_ONCE.min(files.len()) {
+            for _ in 1..AT_ONCE.min(paths.len()) {
                 // Fewer threads than wished for, or none, come to the same answer.
                 let _started = std::thread::Builder::new().spawn_scoped(scope, work);
             }
@@ -355,18 +353,30 @@ impl Index {
         // Shards are taken in order, so the first that fails is the same whoever was faster.
         results.sort_unstable_by_key(|r| r.0);
         // What is wrong in a header explains what another shard lacks, so it comes first.
-        let (mut faults, mut lacking) = (Vec::new(), Vec::new());
-        for (number, result) in results {
-            let contents = match result {
-                Ok(contents) => contents,
-                Err(error) => {
+        let (mut unopened, mut faults, mut lacking) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, found) in results {
+            let path = &paths[number];
+            let last = found.ends(until);
+            let contents = match found {
+                Found::Whole(contents) => contents,
+                Found::Unopened(e) if last => return Err(Error::open(path, e)),
+                Found::Fault(error) if last => return Err(error),
+                Found::Unopened(e) if e.kind() == ErrorKind::NotFound => {
+                    unopened.push(Error::MissingShard { path: path.clone(), count: 1 });
+                    continue;
+                }
+                Found::Unopened(source) => {
+                    unopened.push(Error::Open { path: path.clone(), source });
+                    continue;
+                }
+                Found::Fault(error) => {
                     faults.push(error);
                     continue;
                 }
             };
             // Each tensor of a shard was looked up in the index, so only the reverse can be wrong.
             if contents.tensors != map.counts[number] {
-                lacking.push(self.unfound(dir, number, config, map, &contents.ignored));
+                lacking.push(self.unfound(path, number, config, map, &contents.ignored));
             }
             let shard = &mut self.shards[number];
             (shard.len, shard.stamp, shard.header) = (contents.file_len, contents.stamp, contents.header);
@@ -378,12 +388,13 @@ impl Index {
                 *all = all.plus(sum);
             }
         }
-        faults.append(&mut lacking);
-        faults
+        unopened.append(&mut faults);
+        unopened.append(&mut lacking);
+        Ok(unopened)
     }
 
     /// The first tensor that the index names and shard `number` does not have.
-    fn unfound(&self, dir: &Path, number: usize, config: &ModelConfig, map: &Map, ignored: &HashSet<String>) -> Error {
+    fn unfound(&self, path: &Path, number: usize, config: &ModelConfig, map: &Map, ignored: &HashSet<String>) -> Error {
         let unseen = checkpoint::expected(config).find(|&t| {
             let slot = checkpoint::slot(t, config);
             usize::from(self.shard_of[slot]) == number && self.offset_of[slot] == 0
@@ -395,7 +406,7 @@ impl Index {
                 mine.map(|(n, _)| n).min().cloned().unwrap_or_default()
             }
         };
-        Error::NotInShard { path: dir.join(&self.shards[number].name), name, indexed: true }
+        Error::NotInShard { path: path.to_owned(), name, indexed: true }
     }
 
     /// The files, in the order in which the index first names them.
@@ -458,12 +469,33 @@ struct Map {
 
 /// What the headers are held against, and where their offsets go.
 struct Headers<'a> {
-    source: &'a dyn Source,
     config: &'a ModelConfig,
     map: &'a Map,
     shard_of: &'a [u16],
     /// Written by several threads, each slot by the one that reads its shard.
     offset_of: &'a [AtomicU64],
+}
+
+/// What became of one shard.
+enum Found {
+    Whole(Contents),
+    Unopened(std::io::Error),
+    /// Something is wrong with its header.
+    Fault(Error),
+}
+
+impl Found {
+    /// Whether no other shard is looked at after this. A disk that does not answer would be waited for again;
+    /// and a file that is there and cannot be opened is what ends a look until the first fault.
+    fn ends(&self, until: Until) -> bool {
+        match self {
+            Self::Whole(_) => false,
+            Self::Unopened(e) => GaveUp::of(e).is_some() || (until == Until::Fault && e.kind() != ErrorKind::NotFound),
+            Self::Fault(Error::Stopped) => true,
+            Self::Fault(Error::Read(e)) => until == Until::Fault && matches!(e.fault, ReadFault::Stalled { .. }),
+            Self::Fault(_) => false,
+        }
+    }
 }
 
 /// What one header says, besides the offsets.
@@ -483,22 +515,21 @@ struct Contents {
 
 impl Headers<'_> {
     /// One shard's header.
-    fn read(&self, number: usize, path: PathBuf) -> Result<Contents, Error> {
-        let file = self.source.open_cached(&path).map_err(|e| Error::open(&path, e))?;
-        let file_len = file.len().map_err(|e| Error::open(&path, e))?;
-        let header_fault = |source| Error::Header { path: path.clone(), source };
+    fn read(&self, number: usize, path: &Path, file: &dyn ReadAt) -> Result<Contents, Error> {
+        let file_len = file.len().map_err(|e| Error::open(path, e))?;
+        let header_fault = |source| Error::Header { path: path.to_owned(), source };
         let mut prefix = [0; 8];
         if file_len >= 8 {
-            read_exact_at(&*file, &mut prefix, 0)?;
+            read_exact_at(file, &mut prefix, 0)?;
         }
         let len = safetensors::header_len(prefix, file_len).map_err(header_fault)?;
         let tensors = self.map.counts.get(number).copied().unwrap_or(0);
         let most = HEADER_EACH.saturating_mul(tensors).saturating_add(HEADER_REST);
         if len > most {
-            return Err(Error::TooLong { path, what: "the header", len, most });
+            return Err(Error::TooLong { path: path.to_owned(), what: "the header", len, most });
         }
         let mut bytes = AlignedBuf::zeroed(usize::try_from(len).unwrap_or(usize::MAX))?;
-        read_exact_at(&*file, &mut bytes, 8)?;
+        read_exact_at(file, &mut bytes, 8)?;
         let header = safetensors::Header::parse(&bytes, file_len).map_err(header_fault)?;
         let data_start = header.data_start();
         let mut spans: Vec<(u64, u64, u64)> = Vec::new();
@@ -509,26 +540,26 @@ impl Headers<'_> {
         let mine = u16::try_from(number).unwrap_or(NOWHERE);
         for entry in header.entries() {
             let entry = entry.map_err(header_fault)?;
-            let name = decode(&path, &entry.name, &mut buffer)?;
+            let name = decode(path, &entry.name, &mut buffer)?;
             spans.push((entry.begin, entry.end, entry.name.offset()));
             match Tensor::parse(name, self.config) {
                 Named::Known(tensor) => {
                     let slot = checkpoint::slot(tensor, self.config);
                     if self.shard_of[slot] != mine {
-                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
+                        return Err(Error::NotInShard { path: path.to_owned(), name: name.to_owned(), indexed: false });
                     }
                     // An offset of zero is inside the header, so it can stand for "not yet seen".
                     if self.offset_of[slot].swap(entry.begin, Ordering::Relaxed) != 0 {
-                        return Err(Error::Duplicate { path, name: name.to_owned() });
+                        return Err(Error::Duplicate { path: path.to_owned(), name: name.to_owned() });
                     }
                     let Some(dtype) = entry.dtype else {
                         let mut text = [0; 64];
                         let name = entry.dtype_name.decode_into(&mut text).unwrap_or("of a long name");
                         let fault = format!("its dtype {name:?} is not one this engine reads");
-                        return Err(Error::Shape { path, tensor, fault });
+                        return Err(Error::Shape { path: path.to_owned(), tensor, fault });
                     };
                     tensor.accepts(self.config, dtype, entry.shape()).map_err(|fault| Error::Shape {
-                        path: path.clone(),
+                        path: path.to_owned(),
                         tensor,
                         fault: fault.to_string(),
                     })?;
@@ -541,17 +572,17 @@ impl Headers<'_> {
                 }
                 Named::Ignored => {
                     if self.map.ignored.get(name) != Some(&mine) {
-                        return Err(Error::NotInShard { path, name: name.to_owned(), indexed: false });
+                        return Err(Error::NotInShard { path: path.to_owned(), name: name.to_owned(), indexed: false });
                     }
                     if !ignored.insert(name.to_owned()) {
-                        return Err(Error::Duplicate { path, name: name.to_owned() });
+                        return Err(Error::Duplicate { path: path.to_owned(), name: name.to_owned() });
                     }
                     let parameters = entry.shape().iter().fold(1, |n: u64, &d| n.saturating_mul(d));
                     let first = name.split('.').next().unwrap_or(name).to_owned();
                     let sum = other.entry(first).or_default();
                     *sum = sum.plus(Sum { tensors: 1, parameters, bytes: entry.len() });
                 }
-                Named::Unknown => return Err(Error::UnknownTensor { path, name: name.to_owned() }),
+                Named::Unknown => return Err(Error::UnknownTensor { path: path.to_owned(), name: name.to_owned() }),
             }
         }
         let tensors = spans.len() as u64;
@@ -564,14 +595,18 @@ impl Headers<'_> {
         for pair in spans.windows(2) {
             if let [(_, end, first), (begin, _, second)] = *pair {
                 if begin < end {
-                    return Err(Error::Overlap { first: name_at(first), second: name_at(second), path: path.clone() });
+                    return Err(Error::Overlap {
+                        first: name_at(first),
+                        second: name_at(second),
+                        path: path.to_owned(),
+                    });
                 }
                 gaps += begin - end;
             }
         }
         let end = spans.iter().map(|s| s.1).max().unwrap_or(data_start);
         if end != file_len {
-            return Err(Error::Length { path, expected: end, found: file_len });
+            return Err(Error::Length { path: path.to_owned(), expected: end, found: file_len });
         }
         let (stamp, digest) = (file.stamp(), xxhash_rust::xxh3::xxh3_128(&bytes));
         Ok(Contents { file_len, stamp, digest, header: data_start, tensors, odd, ignored, other, gaps })

@@ -4,14 +4,16 @@ use crate::run::{How, engine, open, run, run_from};
 use k3_core::model::ForwardError;
 use k3_core::view::TokenId;
 use k3_platform::error::Error;
+use k3_platform::index::Index;
 use k3_platform::io::{Disk, Faults, Faulty, Mode, ReadAt, Source, Stamp};
 use k3_platform::vocabulary::VocabularyFiles;
 use k3_tests::{checkpoints, copy_dir, json};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use tempfile::TempDir;
 
 /// A private copy of the project's own checkpoint.
@@ -187,6 +189,61 @@ fn shards_that_lie() {
         let bytes = fs::read(&shard).expect("read");
         write_shard(&shard, "{\"a\": [1, 2", &bytes[8..]);
     });
+}
+
+/// A disk that counts how often each file is opened.
+#[derive(Default)]
+struct Opens(Disk, Mutex<BTreeMap<PathBuf, usize>>);
+
+impl Source for Opens {
+    fn open(&self, path: &Path) -> std::io::Result<Arc<dyn ReadAt>> {
+        *self.1.lock().expect("no test panics here").entry(path.to_owned()).or_default() += 1;
+        self.0.open_cached(path)
+    }
+}
+
+/// The story: a shard was opened once to see whether it is there, and again for its header: 96 round trips
+/// too many where the disk is at the other end of a network.
+#[test]
+fn each_shard_is_opened_once_whatever_is_wrong() {
+    let cut = |shard: &Path| fs::write(shard, b"short").expect("cut");
+    let whole = Copy::new();
+    let shards = open(&whole.dir, Mode::Buffered).expect("open").index().shards().to_vec();
+    let config = *open(&whole.dir, Mode::Buffered).expect("open").config();
+    let opened = |copy: &Copy, examine: bool| {
+        let source = Opens::default();
+        let faults = if examine {
+            Index::examine(&copy.dir, &source, &config).expect("an index").1
+        } else {
+            Index::open(&copy.dir, &source, &config).err().into_iter().collect()
+        };
+        let counts = source.1.into_inner().expect("no test panics here");
+        for shard in &shards {
+            let count = counts.get(&copy.dir.join(&shard.name)).copied().unwrap_or(0);
+            assert_eq!(count, 1, "opens of {}, {faults:?}", shard.name);
+        }
+        faults
+    };
+    for examine in [false, true] {
+        assert!(opened(&whole, examine).is_empty());
+        // A header that is damaged does not hide what is missing behind it.
+        let copy = Copy::new();
+        let [first, .., middle, _, last] = &shards[..] else { panic!("few shards") };
+        cut(&copy.dir.join(&first.name));
+        fs::remove_file(copy.dir.join(&middle.name)).expect("remove");
+        fs::remove_file(copy.dir.join(&last.name)).expect("remove");
+        let faults = opened(&copy, examine);
+        let Some(Error::MissingShard { path, count }) = faults.first() else { panic!("{faults:?}") };
+        assert_eq!(*path, copy.dir.join(&middle.name));
+        assert_eq!((*count, faults.len()), if examine { (1, 3) } else { (2, 1) });
+        // Of several that are damaged it is the first one.
+        let copy = Copy::new();
+        cut(&copy.dir.join(&first.name));
+        cut(&copy.dir.join(&last.name));
+        let faults = opened(&copy, examine);
+        assert!(matches!(&faults[0], Error::Header { path, .. } if path.ends_with(&first.name)), "{faults:?}");
+        assert_eq!(faults.len(), if examine { 2 } else { 1 });
+    }
 }
 
 #[test]
