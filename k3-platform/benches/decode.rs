@@ -31,7 +31,7 @@ use k3_platform::aligned::AlignedBuf;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, ReadAt, ReadPool, Source, Stamp, Throttled};
+use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, ReadPool, Source, Throttled};
 use k3_platform::memory::{available, default_threads};
 use k3_platform::plan::Request;
 use k3_platform::policy::Policy;
@@ -71,14 +71,12 @@ struct Recording {
     log: Log,
 }
 
-struct Recorded {
-    file: Arc<dyn ReadAt>,
-    log: Log,
-}
+/// Notes a read, and reads.
+struct Noting(Log);
 
 impl Source for Recording {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
-        Ok(Arc::new(Recorded { file: self.source.open(path)?, log: Arc::clone(&self.log) }))
+        Ok(Arc::new(Detoured::new(self.source.open(path)?, Noting(Arc::clone(&self.log)))))
     }
 
     fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
@@ -86,28 +84,12 @@ impl Source for Recording {
     }
 }
 
-impl ReadAt for Recorded {
-    fn len(&self) -> io::Result<u64> {
-        self.file.len()
-    }
-
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        if let Some(seen) = &mut *log(&self.log) {
-            seen.push(Seen { file: Arc::clone(&self.file), offset, len: buf.len() });
+impl Detour for Noting {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        if let Some(seen) = &mut *log(&self.0) {
+            seen.push(Seen { file: Arc::clone(file), offset, len: buf.len() });
         }
-        self.file.read_at(buf, offset)
-    }
-
-    fn alignment(&self) -> usize {
-        self.file.alignment()
-    }
-
-    fn path(&self) -> &Path {
-        self.file.path()
-    }
-
-    fn stamp(&self) -> Option<Stamp> {
-        self.file.stamp()
+        file.read_at(buf, offset)
     }
 }
 

@@ -4,7 +4,7 @@ use crate::run::{How, engine, open};
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, ReadAt, Source};
+use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, Source};
 use k3_platform::plan::{Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::synth::{Synth, write};
@@ -50,24 +50,16 @@ fn what_will_be_mapped_later_is_found_to_fit_before_the_first_read() {
 }
 
 /// Counts the bytes of shards that are read.
-struct Counting(Disk, Arc<AtomicU64>);
+struct Counting(Disk, Count);
 
-struct Counted(Arc<dyn ReadAt>, Arc<AtomicU64>);
+#[derive(Clone)]
+struct Count(Arc<AtomicU64>);
 
-impl ReadAt for Counted {
-    fn len(&self) -> std::io::Result<u64> {
-        self.0.len()
-    }
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
-        let count = self.0.read_at(buf, offset)?;
-        self.1.fetch_add(count as u64, Ordering::Relaxed);
+impl Detour for Count {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        let count = file.read_at(buf, offset)?;
+        self.0.fetch_add(count as u64, Ordering::Relaxed);
         Ok(count)
-    }
-    fn alignment(&self) -> usize {
-        self.0.alignment()
-    }
-    fn path(&self) -> &Path {
-        self.0.path()
     }
 }
 
@@ -75,7 +67,7 @@ impl Source for Counting {
     fn open(&self, path: &Path) -> std::io::Result<Arc<dyn ReadAt>> {
         let file = self.0.open_cached(path)?;
         let is_shard = path.extension().is_some_and(|e| e == "safetensors");
-        Ok(if is_shard { Arc::new(Counted(file, Arc::clone(&self.1))) } else { file })
+        Ok(if is_shard { Arc::new(Detoured::new(file, self.1.clone())) } else { file })
     }
 }
 
@@ -83,7 +75,7 @@ impl Source for Counting {
 fn a_refusal_has_read_the_headers_and_nothing_else() {
     for dir in checkpoints() {
         let read = Arc::new(AtomicU64::new(0));
-        let source = Arc::new(Counting(Disk::new(Mode::Buffered), Arc::clone(&read)));
+        let source = Arc::new(Counting(Disk::new(Mode::Buffered), Count(Arc::clone(&read))));
         let checkpoint = Checkpoint::open(&dir, source).expect("open");
         let shards = checkpoint.index().shards().iter().map(|s| dir.join(&s.name));
         let header = |path: PathBuf| {

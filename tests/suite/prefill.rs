@@ -8,7 +8,7 @@ use k3_core::view::{ExpertId, LayerIndex, TokenId};
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
 use k3_platform::experts;
-use k3_platform::io::{Disk, Mode, ReadAt, Source, Stamp};
+use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, Source};
 use k3_platform::synth::{Fill, Synth, write};
 use k3_tests::root;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,37 +20,23 @@ use std::sync::{Arc, Mutex};
 type Log = Arc<Mutex<Vec<(PathBuf, u64, u64)>>>;
 
 /// A disk that keeps a log.
-struct Logging(Disk, Log);
+struct Logging(Disk, Noting);
 
-struct Logged(Arc<dyn ReadAt>, Log);
+/// Notes a read that was made.
+#[derive(Clone)]
+struct Noting(Log);
 
 impl Source for Logging {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
-        Ok(Arc::new(Logged(self.0.open(path)?, Arc::clone(&self.1))))
+        Ok(Arc::new(Detoured::new(self.0.open(path)?, self.1.clone())))
     }
 }
 
-impl ReadAt for Logged {
-    fn len(&self) -> io::Result<u64> {
-        self.0.len()
-    }
-
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let read = self.0.read_at(buf, offset)?;
-        self.1.lock().expect("log").push((self.0.path().to_owned(), offset, read as u64));
+impl Detour for Noting {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let read = file.read_at(buf, offset)?;
+        self.0.lock().expect("log").push((file.path().to_owned(), offset, read as u64));
         Ok(read)
-    }
-
-    fn alignment(&self) -> usize {
-        self.0.alignment()
-    }
-
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-
-    fn stamp(&self) -> Option<Stamp> {
-        self.0.stamp()
     }
 }
 
@@ -116,7 +102,7 @@ fn count(dir: &Path, more: u64, trunk: bool) {
         other => panic!("not refused: {other:?}"),
     };
     let log = Log::default();
-    let source = Arc::new(Logging(Disk::new(Mode::Buffered), Arc::clone(&log)));
+    let source = Arc::new(Logging(Disk::new(Mode::Buffered), Noting(Arc::clone(&log))));
     let checkpoint = Checkpoint::open(dir, source).expect("open");
     let mut engine = engine(checkpoint, &How { budget: floor + more, ..how }, PROMPT, PROMPT).expect("an engine");
     let keeps = engine.plan().keeps.clone();

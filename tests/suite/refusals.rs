@@ -5,7 +5,7 @@ use k3_core::model::ForwardError;
 use k3_core::view::TokenId;
 use k3_platform::error::Error;
 use k3_platform::index::Index;
-use k3_platform::io::{Disk, Faults, Faulty, Mode, ReadAt, Source, Stamp};
+use k3_platform::io::{Detour, Detoured, Disk, Faults, Faulty, Mode, ReadAt, Source};
 use k3_platform::vocabulary::VocabularyFiles;
 use k3_tests::{checkpoints, copy_dir, json};
 use serde_json::{Value, json};
@@ -599,35 +599,24 @@ struct Scarce {
     shard: PathBuf,
 }
 
-struct Held(Arc<dyn ReadAt>, Arc<AtomicUsize>);
+/// The one descriptor, until its file is closed.
+struct Held(Arc<AtomicUsize>);
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.1.fetch_sub(1, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl ReadAt for Held {
-    fn len(&self) -> std::io::Result<u64> {
-        self.0.len()
-    }
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
-        self.0.read_at(buf, offset)
-    }
-    fn alignment(&self) -> usize {
-        self.0.alignment()
-    }
-    fn path(&self) -> &Path {
-        self.0.path()
-    }
-    fn stamp(&self) -> Option<Stamp> {
-        self.0.stamp()
+impl Detour for Held {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        file.read_at(buf, offset)
     }
 }
 
 impl Source for Scarce {
     fn open(&self, path: &Path) -> std::io::Result<Arc<dyn ReadAt>> {
-        let held = Held(self.disk.open(path)?, Arc::clone(&self.open));
+        let held = Detoured::new(self.disk.open(path)?, Held(Arc::clone(&self.open)));
         if self.open.fetch_add(1, Ordering::SeqCst) > 0 {
             // What a process out of descriptors is told.
             return Err(std::io::Error::from_raw_os_error(24));

@@ -27,7 +27,7 @@ use k3_core::view::TokenId;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, ReadAt, Schedule, Source, Stamp};
+use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, Schedule, Source};
 use k3_platform::plan::Request;
 use k3_platform::policy::Policy;
 use k3_tests::checkpoints;
@@ -285,7 +285,7 @@ impl Schedule for Explorer {
 impl Source for Explorer {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
         self.0.stand(At::Open);
-        Ok(Arc::new(Gated { file: self.0.disk.open(path)?, explorer: self.clone() }))
+        Ok(Arc::new(Detoured::new(self.0.disk.open(path)?, self.clone())))
     }
 
     fn schedule(&self) -> Option<Arc<dyn Schedule>> {
@@ -293,20 +293,11 @@ impl Source for Explorer {
     }
 }
 
-/// A file whose reads wait for their turn.
-struct Gated {
-    file: Arc<dyn ReadAt>,
-    explorer: Explorer,
-}
-
-impl ReadAt for Gated {
-    fn len(&self) -> io::Result<u64> {
-        self.file.len()
-    }
-
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        let align = self.file.alignment();
-        let len = match self.explorer.0.stand(At::Read) {
+/// Reads wait for their turn.
+impl Detour for Explorer {
+    fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        let align = file.alignment();
+        let len = match self.0.stand(At::Read) {
             Act::Go => buf.len(),
             Act::Fail => return Err(io::Error::from_raw_os_error(5)),
             Act::Interrupt => return Err(io::ErrorKind::Interrupted.into()),
@@ -317,23 +308,7 @@ impl ReadAt for Gated {
                 len
             }
         };
-        self.file.read_at(&mut buf[..len], offset)
-    }
-
-    fn alignment(&self) -> usize {
-        self.file.alignment()
-    }
-
-    fn path(&self) -> &Path {
-        self.file.path()
-    }
-
-    fn stamp(&self) -> Option<Stamp> {
-        self.file.stamp()
-    }
-
-    fn stamp_now(&self) -> io::Result<Option<Stamp>> {
-        self.file.stamp_now()
+        file.read_at(&mut buf[..len], offset)
     }
 }
 

@@ -1,4 +1,8 @@
 //! What the sources that wrap another one share: files that are read another way and are otherwise the same.
+//!
+//! A [`Source`](super::Source) that slows reads down, counts them or makes them fail says with a [`Detour`] what
+//! becomes of a read, and hands out the file as [`Detoured`]. All else is the file's own answer, so that no wrapper
+//! forgets a method of [`ReadAt`] that has a default, and with it that somebody writes to the file.
 
 use super::{ReadAt, Stamp};
 use std::io;
@@ -6,15 +10,58 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Another way of reading from a file.
-pub(super) trait Detour: Send + Sync {
+pub trait Detour: Send + Sync {
     /// As [`ReadAt::read_at`], with `file` as the place to read from.
+    ///
+    /// # Errors
+    /// As of [`ReadAt::read_at`].
     fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize>;
 }
 
 /// A file that is read by a [`Detour`]. All else is asked of the file itself.
-pub(super) struct Detoured<D> {
-    pub(super) file: Arc<dyn ReadAt>,
-    pub(super) way: D,
+///
+/// ```
+/// use k3_platform::io::{Detour, Detoured, Disk, ReadAt, Source};
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicU64, Ordering};
+///
+/// /// Counts bytes.
+/// struct Count(AtomicU64);
+///
+/// impl Detour for Arc<Count> {
+///     fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
+///         let bytes = file.read_at(buf, offset)?;
+///         self.0.fetch_add(bytes as u64, Ordering::Relaxed);
+///         Ok(bytes)
+///     }
+/// }
+///
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("f");
+/// # std::fs::write(&path, "text")?;
+/// let count = Arc::new(Count(AtomicU64::new(0)));
+/// let file = Detoured::new(Disk::default().open_cached(&path)?, Arc::clone(&count));
+/// file.read_at(&mut [0; 3], 0)?;
+/// assert_eq!((count.0.load(Ordering::Relaxed), file.len()?), (3, 4));
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub struct Detoured<D> {
+    file: Arc<dyn ReadAt>,
+    way: D,
+}
+
+impl<D: Detour> Detoured<D> {
+    /// `file`, read by `way`.
+    #[must_use]
+    pub const fn new(file: Arc<dyn ReadAt>, way: D) -> Self {
+        Self { file, way }
+    }
+}
+
+impl<D> std::fmt::Debug for Detoured<D> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Detoured").field("path", &self.file.path()).finish_non_exhaustive()
+    }
 }
 
 impl<D: Detour> ReadAt for Detoured<D> {

@@ -73,7 +73,7 @@ impl Source for Faulty {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
         let file = self.source.open(path)?;
         let hit = self.plan.faults.only.as_ref().is_none_or(|name| path.file_name() == Some(name.as_ref()));
-        Ok(if hit { Arc::new(Detoured { file, way: Arc::clone(&self.plan) }) } else { file })
+        Ok(if hit { Arc::new(Detoured::new(file, Arc::clone(&self.plan))) } else { file })
     }
 }
 

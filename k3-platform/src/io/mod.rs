@@ -2,8 +2,8 @@
 //!
 //! All bytes of a checkpoint come in through [`ReadAt`]. [`Disk`] opens real files, directly if the
 //! file system allows it; [`Faulty`] wraps any [`Source`] and goes wrong on purpose, so each failure
-//! the engine must survive can be met in a test; [`Patient`] waits for no header for ever. [`FileSet`] keeps the number of open files under
-//! the process's limit, and [`ReadPool`] keeps the disk busy.
+//! the engine must survive can be met in a test; [`Patient`] waits for no header for ever; what such wrappers share is [`Detoured`].
+//! [`FileSet`] keeps the number of open files under the process's limit, and [`ReadPool`] keeps the disk busy.
 //!
 //! Direct reads want offset, length and memory aligned. Nobody has to remember this to be correct:
 //! [`read_exact_at`] takes any range, through a small buffer of its own if it must. To avoid that copy,
@@ -26,6 +26,7 @@ use std::sync::Arc;
 
 use crate::aligned::{self, AlignedBuf};
 
+pub use detour::{Detour, Detoured};
 pub use disk::{Disk, File, Mode, free_space};
 pub use faulty::{Faults, Faulty};
 pub use patient::{GaveUp, Patient};

@@ -123,7 +123,7 @@ impl Source for Patient {
         std::thread::Builder::new().name("k3-headers".to_owned()).spawn(read)?;
         let file = self.limits.wait(&opened)??;
         let way = Waiting { limits: self.limits.clone(), reader: Mutex::new(Some((ask, told))) };
-        Ok(Arc::new(Detoured { file, way }))
+        Ok(Arc::new(Detoured::new(file, way)))
     }
 }
 

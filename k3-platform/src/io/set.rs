@@ -392,7 +392,7 @@ impl ReadAt for Member {
 #[cfg(test)]
 mod tests {
     use super::super::testkit::{bytes, write};
-    use super::super::{Disk, Mode, read_exact_at};
+    use super::super::{Detour, Detoured, Disk, Mode, read_exact_at};
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -409,29 +409,18 @@ mod tests {
         }
     }
 
-    struct Counted(Arc<dyn ReadAt>, Arc<AtomicUsize>);
+    /// A file that is open.
+    struct Counted(Arc<AtomicUsize>);
 
     impl Drop for Counted {
         fn drop(&mut self) {
-            self.1.fetch_sub(1, Ordering::SeqCst);
+            self.0.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
-    impl ReadAt for Counted {
-        fn len(&self) -> io::Result<u64> {
-            self.0.len()
-        }
-        fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-            self.0.read_at(buf, offset)
-        }
-        fn alignment(&self) -> usize {
-            self.0.alignment()
-        }
-        fn path(&self) -> &Path {
-            self.0.path()
-        }
-        fn stamp(&self) -> Option<Stamp> {
-            self.0.stamp()
+    impl Detour for Counted {
+        fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+            file.read_at(buf, offset)
         }
     }
 
@@ -439,7 +428,7 @@ mod tests {
         fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
             let file = Disk::new(Mode::Direct).open(path)?;
             let count = self.open.fetch_add(1, Ordering::SeqCst) + 1;
-            let file = Arc::new(Counted(file, Arc::clone(&self.open)));
+            let file = Arc::new(Detoured::new(file, Counted(Arc::clone(&self.open))));
             if count > self.has {
                 return Err(Errno::MFILE.into());
             }

@@ -53,8 +53,7 @@ impl std::fmt::Debug for Throttled {
 
 impl Source for Throttled {
     fn open(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
-        let file = self.source.open(path)?;
-        Ok(Arc::new(Detoured { file, way: Arc::clone(&self.disk) }))
+        Ok(Arc::new(Detoured::new(self.source.open(path)?, Arc::clone(&self.disk))))
     }
 
     fn open_cached(&self, path: &Path) -> io::Result<Arc<dyn ReadAt>> {
