@@ -1,8 +1,10 @@
 //! The command line.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use k3_platform::io::PATIENCE;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Runs Kimi K3 on one ordinary CPU, in as little memory as you give it.
 #[derive(Debug, Parser)]
@@ -114,6 +116,27 @@ pub(crate) enum Experts {
     Lru,
 }
 
+/// How long a disk is waited for.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct IoTimeout {
+    /// Seconds that a read may bring nothing before the command gives up; 0 waits for ever
+    /// [default: 60].
+    #[arg(long = "io-timeout", value_name = "SECONDS")]
+    pub(crate) seconds: Option<u32>,
+}
+
+impl IoTimeout {
+    /// How long a read may bring nothing.
+    pub(crate) fn patience(self) -> Duration {
+        match self.seconds {
+            None => PATIENCE,
+            // Nobody waits for a century, and an instant can be that far away.
+            Some(0) => Duration::from_secs(100 * 365 * 86_400),
+            Some(seconds) => Duration::from_secs(seconds.into()),
+        }
+    }
+}
+
 /// What every command that runs a model takes.
 #[derive(Debug, Args)]
 pub(crate) struct Common {
@@ -146,10 +169,8 @@ pub(crate) struct Common {
     #[arg(long, value_enum, default_value_t = Io::Direct)]
     pub(crate) io: Io,
 
-    /// Seconds that a read may bring nothing before the command gives up; 0 waits for ever
-    /// [default: 60].
-    #[arg(long, value_name = "SECONDS")]
-    pub(crate) io_timeout: Option<u32>,
+    #[command(flatten)]
+    pub(crate) io_timeout: IoTimeout,
 
     /// A packed trunk (k3 pack) to read instead of the shards' trunk; "auto" is trunk.k3 in MODEL_DIR if
     /// it is there and of this model, "none" is the shards.
@@ -636,6 +657,9 @@ pub(crate) struct Pack {
     /// Threads that read and code [default: the physical cores this process may use].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
+
+    #[command(flatten)]
+    pub(crate) io_timeout: IoTimeout,
 
     /// Does not read the file back before it gets its name.
     #[arg(long)]

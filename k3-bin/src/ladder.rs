@@ -298,7 +298,7 @@ impl Task<'_> {
         if let Some(chunk) = common.chunk {
             command.args(["--chunk", &chunk.to_string()]);
         }
-        if let Some(seconds) = common.io_timeout {
+        if let Some(seconds) = common.io_timeout.seconds {
             command.args(["--io-timeout", &seconds.to_string()]);
         }
         if let Some(limit) = common.disk_limit {

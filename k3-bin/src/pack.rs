@@ -2,32 +2,34 @@
 
 use crate::args::Pack as Args;
 use crate::fail::{self, Failure};
+use crate::faults;
 use crate::report::{self, Meter};
 use crate::signals;
 use crate::start::throttled;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, PATIENCE, Patient, Source};
+use k3_platform::io::{Disk, Mode, Patient, Source};
 use k3_platform::memory::default_threads;
 use k3_platform::pack::{Options, Pack, PackFault, Stage, compare, verify, write};
 use k3_platform::units::human;
 use std::io::Write as _;
-use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::AtomicBool;
 
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn pack(args: &Args) -> Result<u8, Failure> {
     let stop = signals::watch()?;
-    let opener = throttled(Arc::new(Disk::new(Mode::Direct)), args.disk_limit);
-    let opener: Arc<dyn Source> = Arc::new(Patient::new(opener, PATIENCE, Arc::clone(&stop)));
+    let opener = throttled(faults::wrap(&Disk::new(Mode::Direct))?, args.disk_limit);
+    let patience = args.io_timeout.patience();
+    let opener: Arc<dyn Source> = Arc::new(Patient::new(opener, patience, Arc::clone(&stop)));
     if args.verify {
-        return check(&args.first, args.second.as_deref(), &opener, args.quiet);
+        return check(args, &opener, &stop);
     }
     let Some(out) = &args.second else {
         return Err(Failure::usage("no OUT is named", "k3 pack MODEL_DIR OUT writes the file OUT"));
     };
-    let checkpoint = Checkpoint::open(&args.first, opener)?;
+    let mut checkpoint = Checkpoint::open(&args.first, opener)?;
+    checkpoint.set_patience(patience);
     let threads = args.threads.map_or_else(default_threads, usize::from);
     let options = Options { coded: !args.raw, threads, verify: !args.no_verify };
     let mut meter = Meter::new(!args.quiet);
@@ -77,8 +79,8 @@ pub(crate) fn pack(args: &Args) -> Result<u8, Failure> {
 }
 
 /// Exit code 1 if the file is not what it was, or not that of the model.
-fn check(path: &Path, model: Option<&Path>, opener: &Arc<dyn Source>, quiet: bool) -> Result<u8, Failure> {
-    let stop = signals::watch()?;
+fn check(args: &Args, opener: &Arc<dyn Source>, stop: &Arc<AtomicBool>) -> Result<u8, Failure> {
+    let (path, quiet, patience) = (&args.first, args.quiet, args.io_timeout.patience());
     let failed = |error: Error| {
         // A file that is there and is no whole pack is what this command is asked about.
         let failed = matches!(&error, Error::Pack(e) if !matches!(e.fault, PackFault::Version(_)));
@@ -86,22 +88,23 @@ fn check(path: &Path, model: Option<&Path>, opener: &Arc<dyn Source>, quiet: boo
         if failed { Failure { code: fail::CHECK, ..failure } } else { failure }
     };
     let pack = Pack::open(path, &**opener).map_err(failed)?;
-    let checkpoint = match model {
-        Some(dir) => Some(Checkpoint::open(dir, Arc::clone(opener))?),
+    let checkpoint = match &args.second {
+        Some(dir) => {
+            let mut checkpoint = Checkpoint::open(dir, Arc::clone(opener))?;
+            checkpoint.set_patience(patience);
+            Some(checkpoint)
+        }
         None => None,
     };
     let mut meter = Meter::new(!quiet);
     meter.begin("verifying", 0);
-    let mut each = |done: u64| {
-        meter.update(done, pack.file_len());
-        !stop.load(Ordering::Relaxed)
-    };
+    let mut each = |done: u64| meter.update(done, pack.file_len());
     let different = match &checkpoint {
         Some(checkpoint) => {
             pack.matches(checkpoint).map_err(failed)?;
-            compare(&pack, checkpoint, &mut each)
+            compare(&pack, checkpoint, stop, &mut each)
         }
-        None => verify(&pack, &mut each),
+        None => verify(&pack, pack.files(opener).with_patience(patience), stop, &mut each),
     };
     meter.clear();
     let different = match different {

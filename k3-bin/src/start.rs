@@ -10,7 +10,7 @@ use k3_core::backend::Backend;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
-use k3_platform::io::{Disk, Mode, PATIENCE, Patient, Source, Throttled};
+use k3_platform::io::{Disk, Mode, Patient, Source, Throttled};
 use k3_platform::memory::{Availability, available, default_threads, obtainable, rss};
 use k3_platform::pack;
 use k3_platform::plan::{PROCESS_BYTES, Plan, Request};
@@ -25,9 +25,6 @@ use std::time::Duration;
 /// What is left free of the memory a machine has to give when --memory is auto: an eighth, at least
 /// this (bytes), but not more than half.
 const RESERVE: u64 = 512_000_000;
-
-/// What no wait is longer than.
-const CENTURY: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 /// Threads that read, and so reads in flight.
 const READERS: usize = 8;
@@ -120,8 +117,7 @@ impl<'a> Options<'a> {
     }
 
     fn patience(&self) -> Duration {
-        // Nobody waits for a century, and an instant can be that far away.
-        self.common.io_timeout.map_or(PATIENCE, |s| if s == 0 { CENTURY } else { Duration::from_secs(s.into()) })
+        self.common.io_timeout.patience()
     }
 
     /// Memory that may be used (bytes).

@@ -135,7 +135,7 @@ impl Checkpoint {
     }
 
     /// The number of the pack in the set of files: behind the shards.
-    fn pack_number(&self) -> u16 {
+    pub(crate) fn pack_number(&self) -> u16 {
         // An index has fewer than 65,000 shards.
         u16::try_from(self.index.shards().len()).unwrap_or(u16::MAX)
     }
@@ -163,8 +163,17 @@ impl Checkpoint {
     /// the file whose header was read is refused when it is read from.
     #[must_use]
     pub fn files(&self) -> FileSet {
+        self.files_with(self.pack())
+    }
+
+    /// The same with another pack behind the shards.
+    pub(crate) fn files_and(&self, pack: &Pack) -> FileSet {
+        self.files_with(Some(pack))
+    }
+
+    fn files_with(&self, pack: Option<&Pack>) -> FileSet {
         let shards = self.index.shards().iter().map(|s| (self.dir.join(&s.name), s.stamp));
-        let pack = self.pack.iter().map(|p| (p.path().to_owned(), p.stamp()));
+        let pack = pack.map(|p| (p.path().to_owned(), p.stamp()));
         let files = shards.chain(pack).collect();
         FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit()).with_patience(self.patience)
     }
@@ -180,6 +189,12 @@ impl Checkpoint {
         let weights = 3 * (config.routed_expert_hidden_size * config.moe_intermediate_size) as u64;
         // Two codes in a byte, and a scale for each group of 32.
         (trunk, experts.saturating_mul(weights / 2 + weights / 32))
+    }
+
+    /// How long a read may bring nothing before whoever waits for it gives up.
+    #[must_use]
+    pub const fn patience(&self) -> Duration {
+        self.patience
     }
 
     /// Says how long a read may bring nothing before a pass gives up; [`PATIENCE`] if nobody says.

@@ -105,7 +105,7 @@ pub(crate) fn packed(dir: &Path, coded: bool) -> PathBuf {
         let _absent = std::fs::remove_file(&out);
         let options = k3_platform::pack::Options { coded, threads: 2, verify: true };
         let checkpoint = open(dir, Mode::Buffered).expect("open");
-        k3_platform::pack::write(&checkpoint, &out, options, &AtomicBool::new(false), &mut |_| ()).expect("a pack");
+        k3_platform::pack::write(&checkpoint, &out, options, &Arc::default(), &mut |_| ()).expect("a pack");
         out
     });
     path.clone()

@@ -147,6 +147,72 @@ fn a_small_file_that_never_comes_is_named() {
     assert_eq!((code(&output), output.stdout.len()), (143, 0), "{}", text(&output.stderr));
 }
 
+/// The story: only the headers of a pack had a limit; its bulk reads waited for ever.
+#[test]
+fn a_pack_gives_up_on_a_disk_that_does_not_answer() {
+    if !injected() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let whole = folder.path().join("whole.k3");
+    let pack = |faults: &str, args: &[&std::ffi::OsStr]| {
+        let mut command = k3();
+        command.args(["pack", "--quiet"]).args(args).env("K3_FAULTS", faults);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    let model = tiny();
+    let done = pack("", &[model.as_os_str(), whole.as_os_str()]).env_remove("K3_FAULTS").output().expect("k3");
+    assert_eq!(code(&done), 0, "{}", text(&done.stderr));
+    let out = folder.path().join("out.k3");
+    let shard = "only=model-00003-of-000012.safetensors,hang_read=";
+    let verify = std::ffi::OsStr::new("--verify");
+    let timeout = ["--io-timeout", "1"].map(std::ffi::OsStr::new);
+    // Of each file the first two reads are of its header and its table.
+    std::thread::scope(|scope| {
+        for (read, case) in (0..4).flat_map(|read| (0..5).map(move |case| (read, case))) {
+            let (pack, model, whole) = (&pack, &model, &whole);
+            scope.spawn(move || {
+                // A pack that is written is each run's own.
+                let name = format!("out-{read}-{case}.k3");
+                let out = whole.with_file_name(&name);
+                let (file, args) = match case {
+                    0 => (shard.to_owned(), vec![model.as_os_str(), out.as_os_str()]),
+                    1 => (format!("only={name}.part,hang_read="), vec![model.as_os_str(), out.as_os_str()]),
+                    2 => ("only=whole.k3,hang_read=".to_owned(), vec![verify, whole.as_os_str()]),
+                    3 => ("only=whole.k3,hang_read=".to_owned(), vec![verify, whole.as_os_str(), model.as_os_str()]),
+                    _ => (shard.to_owned(), vec![verify, whole.as_os_str(), model.as_os_str()]),
+                };
+                let args: Vec<_> = timeout.into_iter().chain(args).collect();
+                let output = pack(&format!("{file}{read}"), &args).output().expect("k3");
+                let message = text(&output.stderr);
+                if code(&output) == 0 {
+                    assert!(read > 2, "{file}{read}: no read hung");
+                    return;
+                }
+                assert_eq!(code(&output), 5, "{file}{read}: {message}");
+                for part in ["read at byte", "has brought nothing for", "--io-timeout"] {
+                    assert!(message.contains(part), "{file}{read}: {message}");
+                }
+                assert!(!out.exists(), "{file}{read}");
+            });
+        }
+    });
+    // A signal ends the wait as well.
+    let stages = [
+        (format!("{shard}2"), vec![model.as_os_str(), out.as_os_str()]),
+        ("only=whole.k3,hang_read=2".to_owned(), vec![verify, whole.as_os_str()]),
+    ];
+    for (faults, args) in stages {
+        let args: Vec<_> = ["--io-timeout", "0"].map(std::ffi::OsStr::new).into_iter().chain(args).collect();
+        let child = pack(&faults, &args).spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(700));
+        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+        let output = child.wait_with_output().expect("k3");
+        assert_eq!(code(&output), 143, "{faults}: {}", text(&output.stderr));
+    }
+}
+
 /// A check of digests that is stopped goes on where it was.
 #[test]
 fn a_check_that_is_interrupted_goes_on() {

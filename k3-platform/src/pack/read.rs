@@ -6,19 +6,23 @@ use super::{Digests, Group, PackError, PackFault, Part, PieceRecord, SegmentReco
 use crate::aligned::AlignedBuf;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
-use crate::io::{Changed, Check, ReadAt, Source as Opener, Stamp, read_exact_at};
+use crate::fetch::{Fetch, Priority};
+use crate::io::{Check, FileSet, ReadFault, Source as Opener, Stamp, read_exact_at};
 use crate::segment::{Form, Piece, Place, Read, Segment, block};
 use k3_core::checkpoint::{GlobalTensor, Tensor};
 use k3_core::coded::CodedMatrix;
 use k3_core::view::TokenId;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::channel;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// A packed trunk whose header and table were read and checked. Its segments are checked when they are read.
 pub struct Pack {
     path: PathBuf,
-    file: Arc<dyn ReadAt>,
+    stamp: Option<Stamp>,
     header: Header,
     table: Table,
 }
@@ -52,13 +56,7 @@ impl Pack {
             return Err(fault(PackFault::Table).into());
         }
         let table = Table::parse(&bytes, header.table_at).map_err(fault)?;
-        // What was read so far is a header; the segments are read another way.
-        let (read, file) = (file, opener.open(path).map_err(failed)?);
-        let (was, now) = (len, file.len().map_err(failed)?);
-        if was != now || read.stamp() != file.stamp() {
-            return Err(failed(std::io::Error::new(std::io::ErrorKind::InvalidData, Changed { was, now })));
-        }
-        Ok(Self { path: path.to_owned(), file, header, table })
+        Ok(Self { path: path.to_owned(), stamp: file.stamp(), header, table })
     }
 
     /// Holds it against a model: same digests, same tensors in the same order.
@@ -124,8 +122,14 @@ impl Pack {
 
     /// Which file it was when it was opened.
     #[must_use]
-    pub fn stamp(&self) -> Option<Stamp> {
-        self.file.stamp()
+    pub const fn stamp(&self) -> Option<Stamp> {
+        self.stamp
+    }
+
+    /// The file as a set of one, which is refused if it is no longer the one that was opened.
+    #[must_use]
+    pub fn files(&self, opener: &Arc<dyn Opener>) -> FileSet {
+        FileSet::with_stamps(Arc::clone(opener), vec![(self.path.clone(), self.stamp)], 1)
     }
 
     /// Whether its matrices are coded.
@@ -295,13 +299,23 @@ impl std::fmt::Display for Different {
     }
 }
 
-/// Reads a whole pack and lists the segments whose checksum does not hold. `each(bytes so far)`
-/// says whether to go on.
+/// Segments that are being read at the same time, each of at most some megabytes.
+const AHEAD: usize = 4;
+
+/// Reads a whole pack, out of its own [`Pack::files`], and lists the segments whose checksum does not hold.
+/// `each` is told the bytes that are done.
 ///
 /// # Errors
-/// Those of the reads; [`Error::Stopped`].
-pub fn verify(pack: &Pack, each: &mut dyn FnMut(u64) -> bool) -> Result<Vec<Different>, Error> {
-    walk(pack, each, |_, _| Ok(None))
+/// Those of the reads, also of one that brings nothing for longer than the files' [patience](FileSet::patience);
+/// [`Error::Stopped`] once the flag is set.
+pub fn verify(
+    pack: &Pack,
+    files: FileSet,
+    stop: &Arc<AtomicBool>,
+    each: &mut dyn FnMut(u64),
+) -> Result<Vec<Different>, Error> {
+    let whole = |number| pack.append(Segment::default(), number, 0);
+    walk(pack, files, stop, &whole, each, |_, _| Ok(None))
 }
 
 /// The same, and decodes every piece and compares it with the shards of the model, which
@@ -312,23 +326,39 @@ pub fn verify(pack: &Pack, each: &mut dyn FnMut(u64) -> bool) -> Result<Vec<Diff
 pub fn compare(
     pack: &Pack,
     checkpoint: &Checkpoint,
-    each: &mut dyn FnMut(u64) -> bool,
+    stop: &Arc<AtomicBool>,
+    each: &mut dyn FnMut(u64),
 ) -> Result<Vec<Different>, Error> {
     let sources: Vec<_> = groups(checkpoint).into_iter().flatten().collect();
-    let files = checkpoint.files();
-    let mut raw = Vec::new();
     let mut row = Vec::new();
-    walk(pack, each, |number, bytes| {
-        for p in pack.table.pieces_of(number) {
-            let source = sources.get(p.tensor as usize).ok_or(Error::Order)?;
-            let (first, rows, row_bytes) = (p.first_row as usize, p.rows as usize, source.row_bytes);
-            raw.resize(rows * row_bytes, 0);
-            let file = files.file(usize::from(source.place.shard)).ok_or(Error::Order)?;
-            read_exact_at(&*file, &mut raw, source.place.offset + (first * row_bytes) as u64)?;
+    // Behind the segment of the pack, what it was made of.
+    let beside = |number: usize| {
+        let mut all = pack.append(Segment::default(), number, checkpoint.pack_number());
+        let pieces = pack.table.pieces_of(number).iter().filter_map(|p| {
+            let source = sources.get(p.tensor as usize)?;
+            let (first_row, rows, row_bytes) = (p.first_row as usize, p.rows as usize, source.row_bytes);
+            let offset = source.place.offset + (first_row * row_bytes) as u64;
+            let place = Place { offset, ..source.place };
+            Some(Piece { tensor: source.tensor, first_row, rows, place, len: rows * row_bytes, at: 0, form: Form::Raw })
+        });
+        let raw = Segment::gather(pieces.collect());
+        let base = all.bytes;
+        all.reads.extend(raw.reads.iter().map(|read| Read { at: base + read.at, ..*read }));
+        all.pieces = raw.pieces;
+        all.pieces.iter_mut().for_each(|piece| piece.at += base);
+        all.bytes += raw.bytes;
+        all
+    };
+    walk(pack, checkpoint.files_and(pack), stop, &beside, each, |segment, bytes| {
+        let number = segment.checks.first().map_or(0, |check| check.segment);
+        for (i, p) in pack.table.pieces_of(number).iter().enumerate() {
+            let piece = segment.pieces.get(i).ok_or(Error::Order)?;
+            let row_bytes = piece.len / piece.rows.max(1);
+            let raw = bytes.get(piece.at..piece.at + piece.len).ok_or(Error::Order)?;
             let stored = bytes.get(p.at as usize..(p.at + p.len) as usize).ok_or(Error::Order)?;
             let same = if p.coded {
                 row.resize(row_bytes, 0);
-                CodedMatrix::new(stored, rows, row_bytes / 2).is_ok_and(|coded| {
+                CodedMatrix::new(stored, piece.rows, row_bytes / 2).is_ok_and(|coded| {
                     raw.chunks_exact(row_bytes).enumerate().all(|(r, raw)| {
                         coded.decode_row(r, &mut row);
                         row == raw
@@ -338,33 +368,63 @@ pub fn compare(
                 stored == raw
             };
             if !same {
-                return Ok(Some(source.tensor));
+                return Ok(Some(piece.tensor));
             }
         }
         Ok(None)
     })
 }
 
+/// Reads what `wanted` says of each segment of a pack, and hands those whose checksum holds to `look`.
 fn walk(
     pack: &Pack,
-    each: &mut dyn FnMut(u64) -> bool,
-    mut look: impl FnMut(usize, &[u8]) -> Result<Option<Tensor>, Error>,
+    files: FileSet,
+    stop: &Arc<AtomicBool>,
+    wanted: &dyn Fn(usize) -> Segment,
+    each: &mut dyn FnMut(u64),
+    mut look: impl FnMut(&Segment, &[u8]) -> Result<Option<Tensor>, Error>,
 ) -> Result<Vec<Different>, Error> {
-    let largest = pack.table.segments.iter().map(|s| s.len as usize).max().unwrap_or(0);
-    let mut buffer = AlignedBuf::zeroed(largest)?;
+    let fetch = Fetch::new(files, AHEAD, Arc::clone(stop))?;
+    let (send, answers) = channel();
+    let mut numbers = 0..pack.table.segments.len();
+    let mut flying: HashMap<u64, Segment> = HashMap::new();
+    let mut free: Vec<AlignedBuf> = Vec::new();
     let (mut different, mut done) = (Vec::new(), 0);
-    for (segment, record) in pack.table.segments.iter().enumerate() {
-        let bytes = &mut buffer[..record.len as usize];
-        read_exact_at(&*pack.file, bytes, record.offset)?;
-        if xxh3_64(bytes) != record.sum {
-            different.push(Different { segment, offset: record.offset, tensor: None });
-        } else if let Some(tensor) = look(segment, bytes)? {
-            different.push(Different { segment, offset: record.offset, tensor: Some(tensor) });
+    loop {
+        while flying.len() < AHEAD
+            && let Some(number) = numbers.next()
+        {
+            let segment = wanted(number);
+            let buffer = match free.pop().filter(|buffer| buffer.len() >= segment.bytes) {
+                Some(buffer) => buffer,
+                None => AlignedBuf::zeroed(segment.bytes)?,
+            };
+            fetch.submit_checked(&segment.reads, &segment.checks, buffer, number as u64, Priority::Prefetch, &send);
+            flying.insert(number as u64, segment);
         }
-        done += u64::from(record.len);
-        if !each(done) {
-            return Err(Error::Stopped);
+        if flying.is_empty() {
+            break;
         }
+        let fetched = fetch.wait(&answers)?;
+        let segment = flying.remove(&fetched.tag).ok_or(Error::Order)?;
+        let (number, len) = segment.checks.first().map(|check| (check.segment, check.len)).ok_or(Error::Order)?;
+        let offset = pack.table.segments.get(number).ok_or(Error::Order)?.offset;
+        match fetched.result {
+            Ok(()) => {
+                if let Some(tensor) = look(&segment, &fetched.buffer)? {
+                    different.push(Different { segment: number, offset, tensor: Some(tensor) });
+                }
+            }
+            Err(error) if matches!(error.fault, ReadFault::Checksum { .. }) => {
+                different.push(Different { segment: number, offset, tensor: None });
+            }
+            Err(error) => return Err(error.into()),
+        }
+        free.push(fetched.buffer);
+        done += len as u64;
+        each(done);
+        fetch.check()?;
     }
+    different.sort_by_key(|d| d.segment);
     Ok(different)
 }

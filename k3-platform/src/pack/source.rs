@@ -2,8 +2,10 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
-use crate::io::read_exact_at;
+use crate::io::{Changed, ReadAt, read_exact_at};
 use crate::segment::Source;
+use std::io;
+use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
 
 /// Bytes of a layer's weights that go into the digest.
@@ -21,10 +23,10 @@ pub struct Digests {
 }
 
 impl Digests {
-    /// Those of a checkpoint. Reads a block of each layer.
+    /// Those of a checkpoint. Reads a block of each layer, the same in every run, and so like a header.
     ///
     /// # Errors
-    /// Those of the reads.
+    /// Those of opening the shards and of the reads.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self, Error> {
         let mut headers = Vec::new();
         for shard in checkpoint.index().shards() {
@@ -32,14 +34,21 @@ impl Digests {
             headers.extend_from_slice(&shard.len.to_le_bytes());
         }
         let mut samples = Vec::new();
+        // Most shards have several layers, one behind the other.
+        let mut open: Option<(u16, Arc<dyn ReadAt>)> = None;
         for source in checkpoint.shard_walk().iter().filter_map(|layer| layer.last()) {
             let len = source.rows * source.row_bytes;
             let wanted = len.min(SAMPLE);
             let start = samples.len();
             samples.resize(start + wanted, 0);
-            let file = checkpoint.files().file(usize::from(source.place.shard)).ok_or(Error::Order)?;
+            let shard = source.place.shard;
+            let file = match open.take().filter(|(number, _)| *number == shard) {
+                Some((_, file)) => file,
+                None => shard_file(checkpoint, shard)?,
+            };
             let offset = source.place.offset + ((len - wanted) / 2) as u64;
             read_exact_at(&*file, &mut samples[start..], offset)?;
+            open = Some((shard, file));
         }
         Ok(Self {
             config: checkpoint.config_digest().to_le_bytes(),
@@ -47,6 +56,19 @@ impl Digests {
             samples: xxh3_128(&samples).to_le_bytes(),
         })
     }
+}
+
+/// A shard, if it is still the file whose header was read.
+fn shard_file(checkpoint: &Checkpoint, number: u16) -> Result<Arc<dyn ReadAt>, Error> {
+    let shard = checkpoint.index().shards().get(usize::from(number)).ok_or(Error::Order)?;
+    let path = checkpoint.dir().join(&shard.name);
+    let failed = |source| Error::open(&path, source);
+    let file = checkpoint.opener().open_cached(&path).map_err(failed)?;
+    let (was, now) = (shard.len, file.len().map_err(failed)?);
+    if was != now || (shard.stamp.is_some() && file.stamp().is_some() && shard.stamp != file.stamp()) {
+        return Err(failed(io::Error::new(io::ErrorKind::InvalidData, Changed { was, now })));
+    }
+    Ok(file)
 }
 
 /// The tensors of a pack, group by group: the embedding, the layers, the head.

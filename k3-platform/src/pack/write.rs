@@ -22,7 +22,7 @@ use super::{
 use crate::aligned::AlignedBuf;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
-use crate::io::{FileSet, Window, read_window};
+use crate::fetch::{Fetch, Priority};
 use crate::segment::{Form, Piece, Place, Segment, Source, block};
 use k3_core::coded::{CodedMatrix, coded_len, encode};
 use rustix::fs::{FlockOperation, RenameFlags};
@@ -33,7 +33,8 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -238,7 +239,7 @@ fn fullest(source: &Source, used: usize, most: usize, coded: bool) -> usize {
 
 /// What the workers share.
 struct Work<'a> {
-    files: FileSet,
+    fetch: Fetch,
     sources: &'a [Source],
     planned: &'a [Planned],
     coded: bool,
@@ -301,11 +302,11 @@ impl Work<'_> {
         if buffer.len() < segment.bytes {
             *buffer = AlignedBuf::zeroed(segment.bytes)?;
         }
-        for read in &segment.reads {
-            let file = self.files.file(usize::from(read.place.shard)).ok_or(Error::Order)?;
-            let window = Window::new(read.place.offset, read.len, block()).ok_or(Error::Order)?;
-            read_window(&*file, &mut buffer[read.at..], window)?;
-        }
+        let (send, answers) = channel();
+        self.fetch.submit(&segment.reads, std::mem::take(buffer), 0, Priority::Prefetch, &send);
+        let fetched = self.fetch.wait(&answers)?;
+        *buffer = fetched.buffer;
+        fetched.result?;
         let mut bytes = Vec::with_capacity(segment.bytes + takes.len() * PIECE_ALIGN + block());
         let mut lengths = Vec::with_capacity(takes.len());
         for (take, piece) in takes.iter().zip(&segment.pieces) {
@@ -523,13 +524,14 @@ fn parse_record(bytes: &[u8], number: usize, pieces: usize) -> Option<(Written, 
 /// next call goes on from there.
 ///
 /// # Errors
-/// [`Error::Pack`] saying what is in the way; [`Error::Stopped`]; those of reading the shards. There is
-/// never a file `out` that is not whole.
+/// [`Error::Pack`] saying what is in the way; [`Error::Stopped`]; those of reading the shards, also of a read that
+/// brings nothing for longer than the checkpoint's [patience](Checkpoint::patience). There is never a file `out`
+/// that is not whole.
 pub fn write(
     checkpoint: &Checkpoint,
     out: &Path,
     options: Options,
-    stop: &AtomicBool,
+    stop: &Arc<AtomicBool>,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<Outcome, Error> {
     let groups = groups(checkpoint);
@@ -561,7 +563,7 @@ pub fn write(
     let threads = options.threads.max(1);
     let state = State { next: first, wanted: first, ahead: AHEAD * threads, ready: HashMap::new(), over: false };
     let work = Work {
-        files: checkpoint.files(),
+        fetch: Fetch::new(checkpoint.files(), threads, Arc::clone(stop))?,
         sources: &sources,
         planned: &planned,
         coded: options.coded,
@@ -594,10 +596,10 @@ pub fn write(
     if options.verify {
         let pack = Pack::open(&part.path, &**checkpoint.opener())?;
         now = Progress { stage: Stage::Verifying, done: 0, total: file_len, resumed: 0, written: file_len };
-        let different = verify(&pack, &mut |done| {
+        let files = pack.files(checkpoint.opener()).with_patience(checkpoint.patience());
+        let different = verify(&pack, files, stop, &mut |done| {
             now.done = done;
             progress(&now);
-            !stop.load(Ordering::Relaxed)
         })?;
         if let Some(first) = different.first() {
             // The log has vouched for what the disk did not keep.

@@ -21,7 +21,7 @@ use k3_platform::policy::Policy;
 use k3_platform::session::Session;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -253,12 +253,13 @@ pub fn trunk(data: &[u8]) {
     if pack.file_len() > WHOLE {
         return;
     }
-    let different = pack::verify(&pack, &mut |_| true).expect("memory can be read");
+    let different =
+        pack::verify(&pack, pack.files(checkpoint.opener()), &Arc::default(), &mut |_| ()).expect("memory can be read");
     let sums_hold = data[0] & fix::DATA_SUMS == 0 || different.is_empty();
     assert!(sums_hold, "a segment whose sum is right is whole");
     match of_model {
         Ok(()) => {
-            let compared = pack::compare(&pack, &checkpoint, &mut |_| true).expect("memory can be read");
+            let compared = pack::compare(&pack, &checkpoint, &Arc::default(), &mut |_| ()).expect("memory can be read");
             assert!(compared.len() >= different.len());
             for id in 0..tiny_config().vocab_size {
                 let row = checkpoint.embedding_row(TokenId(u32::try_from(id).expect("small")));
@@ -296,7 +297,7 @@ pub fn trunk_seeds() -> Vec<Vec<u8>> {
         let path = temporary("trunk");
         let options = pack::Options { coded, threads: 1, verify: false };
         // It is read back from the disk below, which the files in memory do not know.
-        pack::write(&checkpoint, &path, options, &AtomicBool::new(false), &mut |_| ()).expect("a pack");
+        pack::write(&checkpoint, &path, options, &Arc::default(), &mut |_| ()).expect("a pack");
         let file = std::fs::read(&path).expect("the pack");
         std::fs::remove_file(&path).expect("the pack");
         let table_at = usize::try_from(u64_at(&file, 24)).expect("small");
