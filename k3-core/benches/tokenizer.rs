@@ -89,10 +89,11 @@ fn main() {
         given = texts();
     }
 
-    let lines = Vocab::required(&model).expect("a vocabulary");
-    let mut arena = vec![Line::ZERO; lines];
     let start = Instant::now();
-    let vocab = Vocab::load(&model, &mut arena).expect("a vocabulary");
+    let measured = Vocab::measure(&model).expect("a vocabulary");
+    let lines = measured.lines();
+    let mut arena = vec![Line::ZERO; lines];
+    let vocab = measured.load(&mut arena).expect("a vocabulary");
     println!(
         "{} tokens, loaded in {:.1} ms, {:.1} MB",
         vocab.len(),

@@ -67,8 +67,6 @@ impl VocabularyFiles {
         let path = dir.join("tiktoken.model");
         let most = ids.map_or(RANKS, |ids| (64 + LINE.saturating_mul(ids as u64)).min(RANKS));
         let ranks = read_small(opener, &path, most)?;
-        let lines = Vocab::required(&ranks).map_err(|source| Error::Vocab { path: path.clone(), source })?;
-        let arena = AlignedBuf::zeroed_lines(lines)?;
         let config_path = dir.join("tokenizer_config.json");
         let config = match read_small(opener, &config_path, SMALL_FILE) {
             Ok(bytes) => Some(bytes),
@@ -76,7 +74,7 @@ impl VocabularyFiles {
             Err(error) => return Err(error),
         };
         let names = vec![0; config.as_ref().map_or(0, Vec::len)];
-        Ok(Self { path, config_path, ranks, config, arena, names, ids })
+        Ok(Self { path, config_path, ranks, config, arena: AlignedBuf::empty(), names, ids })
     }
 
     /// Builds the tokenizer; what was read of the files is freed.
@@ -85,9 +83,11 @@ impl VocabularyFiles {
     /// [`Error`] naming the file and the place in it.
     pub fn load(&mut self) -> Result<Vocabulary<'_>, Error> {
         let Self { path, config_path, ranks, config, arena, names, ids } = self;
+        let fault = |source| Error::Vocab { path: path.clone(), source };
+        let measured = Vocab::measure(ranks).map_err(fault)?;
+        *arena = AlignedBuf::zeroed_lines(measured.lines())?;
         let bytes = (arena.len() + names.len()) as u64;
-        let vocab =
-            Vocab::load(ranks, arena.lines_mut()).map_err(|source| Error::Vocab { path: path.clone(), source })?;
+        let vocab = measured.load(arena.lines_mut()).map_err(fault)?;
         *ranks = Vec::new();
         let mut specials = Specials::new(vocab.len(), names);
         let found = specials.end() as usize;

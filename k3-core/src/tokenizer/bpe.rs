@@ -288,14 +288,24 @@ impl Window {
         for (rank, &byte) in self.ranks.iter_mut().zip(piece) {
             *rank = merges.byte(byte);
         }
-        let mut pairs = piece.windows(2).zip(0u32..).map(|(pair, at)| match *pair {
-            [left, right] => keyed(merges.bytes(left, right), at),
-            _ => NONE,
-        });
         for keys in self.keys.iter_mut().take(used) {
-            keys.fill_with(|| pairs.next().unwrap_or(NONE));
+            *keys = [NONE; WIDTH];
+        }
+        let pairs = piece.iter().zip(piece.iter().skip(1)).zip(0u32..);
+        for (key, ((&left, &right), at)) in self.keys.as_flattened_mut().iter_mut().zip(pairs) {
+            *key = keyed(merges.bytes(left, right), at);
         }
         steps::add(used);
+        // Most pieces have one line of keys, and a loop that knows it.
+        match used {
+            1 => self.join(merges, 1),
+            _ => self.join(merges, used),
+        }
+    }
+
+    /// Joins parts until no two neighbours are a token. The first `used` lines of keys may have one.
+    #[inline(always)]
+    fn join(&mut self, merges: &Merges<'_>, used: usize) {
         loop {
             steps::add(used);
             let low = self.keys.iter().take(used).fold(NONE, |low, keys| low.min(minimum(keys)));

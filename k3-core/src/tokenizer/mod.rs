@@ -68,7 +68,7 @@ pub use bpe::SHORT_PIECE;
 pub use decode::{ControlText, Decoder, UnknownId, Utf8Stream};
 pub use pretoken::{CHUNK_CHARS, Pieces, RUN_CHARS};
 pub use specials::{BLOCK, Control, NAME_MAX, Occurrence, SpecialError, Specials, Spelling};
-pub use vocab::{LineFault, Vocab, VocabError};
+pub use vocab::{LineFault, Measured, Vocab, VocabError};
 
 #[cfg(test)]
 pub(crate) use vocab::tests::base64;

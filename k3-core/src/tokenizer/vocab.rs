@@ -18,6 +18,9 @@
 //! rests on that: an entry that would have to be stored further than [`PROBES`] slots from its place
 //! is refused when the file is loaded, so a file made to collide is an error and never a slow run.
 //!
+//! Loading looks at each line twice, and the text of a token once more when its place is known; a file whose
+//! lines are all as they should be is read by words of eight bytes ([`plain`]).
+//!
 //! **Why one pair a token is enough.** Merging looks at bytes: any two neighbours whose bytes are a
 //! token may become it. But while the ends of a stretch are ends of parts, what happens inside does
 //! not depend on what lies outside. So wherever two parts become token `t`, they are the two that
@@ -190,6 +193,7 @@ impl From<BufferError> for VocabError {
 #[derive(Debug, Clone, Copy)]
 struct Entry<'f> {
     line: usize,
+    /// Where the line, and so its token, starts (bytes of the file).
     offset: usize,
     base64: &'f [u8],
     bytes: usize,
@@ -204,26 +208,90 @@ impl Entry<'_> {
 
 /// The lines of `file` that are not blank.
 fn entries(file: &[u8]) -> impl Iterator<Item = Result<Entry<'_>, VocabError>> {
-    let mut offset = 0usize;
-    file.split(|&b| b == b'\n').enumerate().filter_map(move |(i, text)| {
-        let mut entry = Entry { line: i.saturating_add(1), offset, base64: &[], bytes: 0, rank: 0 };
-        offset = offset.saturating_add(text.len()).saturating_add(1);
-        let text = text.strip_suffix(b"\r").unwrap_or(text);
-        if text.is_empty() {
-            return None;
+    let (mut rest, mut line, mut offset) = (file, 0usize, 0usize);
+    core::iter::from_fn(move || {
+        while !rest.is_empty() {
+            line = line.saturating_add(1);
+            let mut entry = Entry { line, offset, base64: &[], bytes: 0, rank: 0 };
+            let (found, behind) = match plain(rest) {
+                Some((base64, rank, behind)) => (split(base64, Some(rank)), behind),
+                None => {
+                    let mut parts = rest.splitn(2, |&b| b == b'\n');
+                    let (text, behind) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+                    let text = text.strip_suffix(b"\r").unwrap_or(text);
+                    let mut halves = text.splitn(2, |&b| b == b' ');
+                    let found = match (halves.next(), halves.next()) {
+                        (Some(base64), Some(rank)) => split(base64, decimal(rank)),
+                        _ if text.is_empty() => Ok((&[][..], 0, 0)),
+                        _ => Err(LineFault::NoSpace),
+                    };
+                    (found, behind)
+                }
+            };
+            offset = offset.saturating_add(rest.len().saturating_sub(behind.len()));
+            rest = behind;
+            match found {
+                Ok((_, 0, _)) => {}
+                Ok((base64, bytes, rank)) => {
+                    (entry.base64, entry.bytes, entry.rank) = (base64, bytes, rank);
+                    return Some(Ok(entry));
+                }
+                Err(what) => return Some(Err(entry.fault(what))),
+            }
         }
-        let mut parts = text.splitn(2, |&b| b == b' ');
-        let (Some(base64), Some(rank)) = (parts.next(), parts.next()) else {
-            return Some(Err(entry.fault(LineFault::NoSpace)));
-        };
-        let Some(bytes) = decoded_len(base64) else { return Some(Err(entry.fault(LineFault::Base64))) };
-        if bytes == 0 {
-            return Some(Err(entry.fault(LineFault::EmptyToken)));
-        }
-        let Some(rank) = decimal(rank) else { return Some(Err(entry.fault(LineFault::Rank))) };
-        (entry.base64, entry.bytes, entry.rank) = (base64, bytes, rank);
-        Some(Ok(entry))
+        None
     })
+}
+
+/// The two halves of a line, with the bytes of its token.
+#[inline]
+fn split(base64: &[u8], rank: Option<u32>) -> Result<(&[u8], usize, u32), LineFault> {
+    let bytes = decoded_len(base64).ok_or(LineFault::Base64)?;
+    if bytes == 0 {
+        return Err(LineFault::EmptyToken);
+    }
+    Ok((base64, bytes, rank.ok_or(LineFault::Rank)?))
+}
+
+/// A line as nearly all are: what is in front of its only space, a number of up to nine digits, and the end of
+/// the line; and what is behind that. `None` of others, and of some that are like it.
+#[inline]
+fn plain(text: &[u8]) -> Option<(&[u8], u32, &[u8])> {
+    // Base64 has no character up to the space.
+    let (base64, rest) = text.split_at_checked(first_low(text))?;
+    let mut rest = rest.strip_prefix(b" ")?;
+    let (mut rank, mut digits) = (0u32, 0u32);
+    while let [digit @ b'0'..=b'9', behind @ ..] = rest {
+        rank = rank.wrapping_mul(10).wrapping_add(u32::from(digit.wrapping_sub(b'0')));
+        digits = digits.wrapping_add(1);
+        rest = behind;
+    }
+    let rest = match rest {
+        [b'\n', rest @ ..] | [b'\r', b'\n', rest @ ..] => rest,
+        [] => rest,
+        _ => return None,
+    };
+    matches!(digits, 1..=9).then_some((base64, rank, rest))
+}
+
+/// Where the first byte up to the space is, or the end.
+#[inline]
+fn first_low(text: &[u8]) -> usize {
+    const ONES: u64 = u64::from_ne_bytes([1; 8]);
+    const ABOVE: u64 = ONES.wrapping_mul(b' ' as u64).wrapping_add(ONES);
+    let (words, rest) = text.as_chunks::<8>();
+    let mut at = 0usize;
+    for word in words {
+        let word = u64::from_le_bytes(*word);
+        // The highest bit of a byte that is low; what borrows from the bytes above it makes no difference to
+        // the lowest such bit.
+        let low = word.wrapping_sub(ABOVE) & !word & ONES.wrapping_shl(7);
+        if low != 0 {
+            return at.saturating_add(low.trailing_zeros().wrapping_shr(3) as usize);
+        }
+        at = at.saturating_add(8);
+    }
+    at.saturating_add(rest.iter().position(|&b| b <= b' ').unwrap_or(rest.len()))
 }
 
 fn decimal(text: &[u8]) -> Option<u32> {
@@ -264,36 +332,43 @@ static BASE64: [u8; 256] = {
     table
 };
 
+/// The value of a base64 character, or more than 63.
+#[inline]
+fn value(c: u8) -> u8 {
+    BASE64.get(usize::from(c)).copied().unwrap_or(255)
+}
+
 /// Decodes base64 of [`decoded_len`] `out.len()`; `None` if it is not strictly valid.
 fn decode(text: &[u8], out: &mut [u8]) -> Option<()> {
     let (quads, rest) = text.as_chunks::<4>();
-    let mut outs = out.chunks_mut(3);
-    for quad in quads {
-        let part = outs.next()?;
-        // Only the last part can be short, and only there is padding allowed.
-        let quad = match (quad, part.len()) {
-            ([a, b, b'=', b'='], 1) => [*a, *b, b'A', b'A'],
-            ([a, b, c, b'='], 2) => [*a, *b, *c, b'A'],
-            (_, 3) => *quad,
-            _ => return None,
-        };
-        let mut word = 0u32;
-        for c in quad {
-            let value = *BASE64.get(usize::from(c))?;
-            if value == 255 {
-                return None;
-            }
-            word = word << 6 | u32::from(value);
-        }
-        let [_, bytes @ ..] = word.to_be_bytes();
-        let (used, unused) = bytes.split_at_checked(part.len())?;
-        part.iter_mut().zip(used).for_each(|(to, from)| *to = *from);
-        // Bits behind the end must be zero, or two spellings would mean one token.
-        if unused.iter().any(|&b| b != 0) {
-            return None;
-        }
+    let (parts, tail) = out.as_chunks_mut::<3>();
+    // Only the last part can be short, and only there is padding allowed.
+    let (whole, last) = quads.split_at_checked(parts.len())?;
+    let mut all = 0;
+    let mut decoded = |quad: [u8; 4]| {
+        let [a, b, c, d] = quad.map(value);
+        all |= a | b | c | d;
+        let [a, b, c, d] = [a, b, c, d].map(u32::from);
+        let [_, bytes @ ..] = (a.wrapping_shl(18) | b.wrapping_shl(12) | c.wrapping_shl(6) | d).to_be_bytes();
+        bytes
+    };
+    for (part, quad) in parts.iter_mut().zip(whole) {
+        *part = decoded(*quad);
     }
-    rest.is_empty().then_some(())
+    // Bits behind the end must be zero, or two spellings would mean one token.
+    match (last, tail) {
+        ([], []) => {}
+        ([[a, b, b'=', b'=']], [x]) => match decoded([*a, *b, b'A', b'A']) {
+            [byte, 0, 0] => *x = byte,
+            _ => return None,
+        },
+        ([[a, b, c, b'=']], [x, y]) => match decoded([*a, *b, *c, b'A']) {
+            [first, second, 0] => (*x, *y) = (first, second),
+            _ => return None,
+        },
+        _ => return None,
+    }
+    (rest.is_empty() && all < 64).then_some(())
 }
 
 /// The high and the low half of a product, folded: every input bit reaches every output bit.
@@ -422,16 +497,22 @@ pub struct Vocab<'a> {
     longest: usize,
 }
 
-/// The first look at a file: how much there is.
-struct Counted {
+/// A file that has been looked at: how much there is in it.
+#[derive(Debug, Clone, Copy)]
+pub struct Measured<'f> {
+    file: &'f [u8],
     tokens: u32,
     bytes: usize,
     slots: usize,
     longest: usize,
+    lines: usize,
 }
 
-impl Counted {
-    fn new(file: &[u8]) -> Result<Self, VocabError> {
+/// Tokens of which one word says which lengths they have.
+const BLOCK: usize = 16;
+
+impl<'f> Measured<'f> {
+    fn new(file: &'f [u8]) -> Result<Self, VocabError> {
         let (mut tokens, mut bytes, mut longest) = (0usize, 0usize, 0usize);
         for entry in entries(file) {
             let entry = entry?;
@@ -443,55 +524,50 @@ impl Counted {
         let count = u32::try_from(tokens).ok().filter(|_| tokens <= MAX_TOKENS);
         let slots = tokens.checked_add(tokens / 2).and_then(usize::checked_next_power_of_two).ok_or(large)?;
         u32::try_from(bytes).map_err(|_| large)?;
-        Ok(Self { tokens: count.ok_or(large)?, bytes, slots, longest })
+        let mut this = Self { file, tokens: count.ok_or(large)?, bytes, slots, longest, lines: 0 };
+        this.lines = this.tally().ok_or(BufferError::Overflow)?;
+        Ok(this)
     }
 
-    fn lines(&self) -> Option<usize> {
+    fn tally(&self) -> Option<usize> {
         let tally = Tally::new().add::<u8>(self.bytes)?.add::<u32>((self.tokens as usize).checked_add(1)?)?;
         let tally = tally.add::<Slot>(self.slots)?.add::<u32>(DIRECT)?.add::<u64>(self.slots)?;
-        let tally = tally.add::<u64>(filter_words(self.slots))?;
+        let tally = tally.add::<u64>(filter_words(self.slots))?.add::<u64>(self.blocks())?;
         Some(tally.add::<Line>(bpe::scratch_len(self.longest)?)?.lines())
     }
-}
 
-impl<'a> Vocab<'a> {
-    /// Lines of arena that [`Vocab::load`] needs for `file`: one pass over its text.
-    ///
-    /// # Errors
-    /// [`VocabError`] if a line is malformed or the whole is too large. What this accepts can still
-    /// be refused by [`Vocab::load`].
-    pub fn required(file: &[u8]) -> Result<usize, VocabError> {
-        Counted::new(file)?.lines().ok_or(VocabError::Buffer(BufferError::Overflow))
+    const fn blocks(&self) -> usize {
+        (self.tokens as usize).div_ceil(BLOCK)
     }
 
-    /// Reads `file` into `arena`, of which [`Vocab::required`] lines are used.
+    /// Lines of arena that [`Measured::load`] needs.
+    #[must_use]
+    pub const fn lines(&self) -> usize {
+        self.lines
+    }
+
+    /// As [`Vocab::load`].
     ///
     /// # Errors
-    /// [`VocabError`] says what the file or the arena lacks, and where.
-    ///
-    /// **Source.** Spec 5.1, `tiktoken.model`.
-    pub fn load(file: &[u8], arena: &'a mut [Line]) -> Result<Self, VocabError> {
-        let counted = Counted::new(file)?;
+    /// As of [`Vocab::load`].
+    pub fn load<'a>(&self, arena: &'a mut [Line]) -> Result<Vocab<'a>, VocabError> {
         let mut carver = Carver::new(arena);
-        let bytes = carver.take::<u8>(counted.bytes)?;
-        let offsets = carver.take::<u32>((counted.tokens as usize).saturating_add(1))?;
-        let table = carver.take::<Slot>(counted.slots)?;
+        let bytes = carver.take::<u8>(self.bytes)?;
+        let offsets = carver.take::<u32>((self.tokens as usize).saturating_add(1))?;
+        let table = carver.take::<Slot>(self.slots)?;
         let direct = carver.take::<u32>(DIRECT)?;
-        let pairs = carver.take::<u64>(counted.slots)?;
-        let filter = carver.take::<u64>(filter_words(counted.slots))?;
-        let scratch = carver.take::<Line>(bpe::scratch_len(counted.longest).ok_or(BufferError::Overflow)?)?;
+        let pairs = carver.take::<u64>(self.slots)?;
+        let filter = carver.take::<u64>(filter_words(self.slots))?;
+        let blocks = carver.take::<u64>(self.blocks())?;
+        let scratch = carver.take::<Line>(bpe::scratch_len(self.longest).ok_or(BufferError::Overflow)?)?;
 
-        let longest = place(file, counted.tokens, offsets)?;
-        for entry in entries(file) {
-            let entry = entry?;
-            let range = range(offsets, entry.rank).unwrap_or_default();
-            let out = bytes.get_mut(range).unwrap_or_default();
-            decode(entry.base64, out).ok_or(entry.fault(LineFault::Base64))?;
-        }
+        // What is for the pairs holds where each token's text is until there are any.
+        place(self.file, self.tokens, offsets, pairs)?;
+        decode_all(self.file, offsets, pairs, bytes)?;
         let (bytes, offsets): (&'a [u8], &'a [u32]) = (bytes, offsets);
         table.fill(EMPTY);
         direct.fill(NO_RANK);
-        for rank in 0..counted.tokens {
+        for rank in 0..self.tokens {
             insert(bytes, offsets, table, direct, rank)?;
         }
         let (table, direct): (&'a [Slot], &'a [u32]) = (table, direct);
@@ -500,17 +576,55 @@ impl<'a> Vocab<'a> {
         }
         pairs.fill(NO_PAIR);
         filter.fill(0);
+        let longest = self.longest;
         let vocab = Vocab { bytes, offsets, table, merges: Merges { direct, pairs: &[], filter: &[] }, longest };
-        vocab.find_pairs(pairs, filter, scratch)?;
-        Ok(Self { merges: Merges { direct, pairs, filter }, ..vocab })
+        vocab.find_pairs(pairs, filter, blocks, scratch)?;
+        Ok(Vocab { merges: Merges { direct, pairs, filter }, ..vocab })
+    }
+}
+
+impl<'a> Vocab<'a> {
+    /// The first look at a file: one pass over its text.
+    ///
+    /// # Errors
+    /// [`VocabError`] if a line is malformed or the whole is too large. What this accepts can still
+    /// be refused by [`Measured::load`].
+    pub fn measure(file: &[u8]) -> Result<Measured<'_>, VocabError> {
+        Measured::new(file)
+    }
+
+    /// Lines of arena that [`Vocab::load`] needs for `file`.
+    ///
+    /// # Errors
+    /// As of [`Vocab::measure`].
+    pub fn required(file: &[u8]) -> Result<usize, VocabError> {
+        Ok(Self::measure(file)?.lines())
+    }
+
+    /// Reads `file` into `arena`, of which [`Vocab::required`] lines are used. Who asks for these lines spares
+    /// a look at the file by [`Vocab::measure`] and [`Measured::load`].
+    ///
+    /// # Errors
+    /// [`VocabError`] says what the file or the arena lacks, and where.
+    ///
+    /// **Source.** Spec 5.1, `tiktoken.model`.
+    pub fn load(file: &[u8], arena: &'a mut [Line]) -> Result<Self, VocabError> {
+        Self::measure(file)?.load(arena)
     }
 
     /// Fills `pairs` and `filter`; see the module's head.
-    fn find_pairs(&self, pairs: &mut [u64], filter: &mut [u64], scratch: &mut [Line]) -> Result<(), VocabError> {
+    fn find_pairs(
+        &self,
+        pairs: &mut [u64],
+        filter: &mut [u64],
+        blocks: &mut [u64],
+        scratch: &mut [Line],
+    ) -> Result<(), VocabError> {
         let direct = self.merges.direct;
         let (mut window, mut short) = (Window::new(), bpe::Short::new());
+        self.fill_blocks(blocks);
         for len in 3..=WINDOW.min(self.longest) {
-            for (rank, token) in self.tokens_of(len) {
+            for (rank, token) in self.tokens_of(len, blocks) {
                 window.merge(&Merges { direct, pairs, filter }, token);
                 if let Some((left, right)) = window.two() {
                     insert_pair(pairs, filter, left, right, rank)?;
@@ -533,18 +647,36 @@ impl<'a> Vocab<'a> {
         Ok(())
     }
 
-    /// Tokens of `len` bytes with their ranks. Few lengths have many tokens, so whole blocks are passed over.
-    fn tokens_of(&self, len: usize) -> impl Iterator<Item = (u32, &'a [u8])> {
-        const BLOCK: usize = 64;
+    /// Notes in a word for each [`BLOCK`] of tokens which lengths they have: bit i is i + 1 bytes.
+    fn fill_blocks(&self, blocks: &mut [u64]) {
+        let ends = self.offsets.get(1..).unwrap_or_default();
+        for (block, (from, to)) in blocks.iter_mut().zip(self.offsets.chunks(BLOCK).zip(ends.chunks(BLOCK))) {
+            *block = from.iter().zip(to).fold(0, |lengths, (from, to)| {
+                let len = to.wrapping_sub(*from);
+                lengths | 1u64.checked_shl(len.wrapping_sub(1)).unwrap_or(0)
+            });
+        }
+    }
+
+    /// Tokens of `len` bytes, at most 64, with their ranks. Few lengths have many tokens, so whole blocks are
+    /// passed over.
+    fn tokens_of(&self, len: usize, blocks: &[u64]) -> impl Iterator<Item = (u32, &'a [u8])> {
         let Self { bytes, offsets, .. } = *self;
         let len = u32::try_from(len).unwrap_or(u32::MAX);
-        let is = move |(&from, &to): (&u32, &u32)| to.wrapping_sub(from) == len;
+        let lengths = 1u64.checked_shl(len.wrapping_sub(1)).unwrap_or(0);
         let ends = offsets.get(1..).unwrap_or_default();
-        let blocks = (0u32..).step_by(BLOCK).zip(offsets.chunks(BLOCK).zip(ends.chunks(BLOCK)));
-        let blocks = blocks.filter(move |(_, (from, to))| from.iter().zip(*to).fold(false, |any, ends| any | is(ends)));
-        blocks.flat_map(move |(first, (from, to))| {
-            let ranks = (first..).zip(from.iter().zip(to)).filter(move |(_, ends)| is(*ends));
-            ranks.filter_map(move |(rank, (&from, &to))| Some((rank, bytes.get(from as usize..to as usize)?)))
+        let blocks = blocks.iter().zip((0u32..).step_by(BLOCK).zip(offsets.chunks(BLOCK).zip(ends.chunks(BLOCK))));
+        blocks.filter(move |(block, _)| **block & lengths != 0).flat_map(move |(_, (first, (from, to)))| {
+            let has = |found: u64, (at, (from, to)): (u32, (&u32, &u32))| {
+                found | u64::from(to.wrapping_sub(*from) == len).wrapping_shl(at)
+            };
+            let mut found = (0u32..).zip(from.iter().zip(to)).fold(0, has);
+            core::iter::from_fn(move || {
+                let at = found.trailing_zeros();
+                let (&from, &to) = (from.get(at as usize)?, to.get(at as usize)?);
+                found &= found.wrapping_sub(1);
+                Some((first.wrapping_add(at), bytes.get(from as usize..to as usize)?))
+            })
         })
     }
 
@@ -606,21 +738,22 @@ impl<'a> Vocab<'a> {
     }
 }
 
-/// Fills `offsets` from the lengths of the tokens, checks that the ranks are dense, and returns the
-/// greatest length.
-fn place(file: &[u8], tokens: u32, offsets: &mut [u32]) -> Result<usize, VocabError> {
+/// Fills `offsets` from the lengths of the tokens, and `starts` with where their texts are in the file; checks
+/// that the ranks are dense.
+fn place(file: &[u8], tokens: u32, offsets: &mut [u32], starts: &mut [u64]) -> Result<(), VocabError> {
     // First the length of token r at r + 1; no token has length 0, so 0 means "not seen".
     offsets.fill(0);
-    let (mut longest, mut outside) = (0, false);
+    let mut outside = false;
     for entry in entries(file) {
         let Entry { line, offset, bytes, rank, .. } = entry?;
         let lengths = offsets.get_mut(1..).unwrap_or_default();
-        match lengths.get_mut(rank as usize) {
-            Some(length) if *length == 0 => *length = u32::try_from(bytes).unwrap_or(u32::MAX),
-            Some(_) => return Err(VocabError::DuplicateRank { line, offset, rank }),
-            None => outside = true,
+        match (lengths.get_mut(rank as usize), starts.get_mut(rank as usize)) {
+            (Some(length), Some(start)) if *length == 0 => {
+                (*length, *start) = (u32::try_from(bytes).unwrap_or(u32::MAX), offset as u64);
+            }
+            (Some(_), _) => return Err(VocabError::DuplicateRank { line, offset, rank }),
+            (None, _) => outside = true,
         }
-        longest = longest.max(bytes);
     }
     if outside {
         // As many lines as ranks, and one of them names another rank: then one rank has no line.
@@ -632,7 +765,49 @@ fn place(file: &[u8], tokens: u32, offsets: &mut [u32]) -> Result<usize, VocabEr
         sum = sum.saturating_add(*offset);
         *offset = sum;
     }
-    Ok(longest)
+    Ok(())
+}
+
+/// Decodes the tokens, whose texts begin at `starts`, to their places in `bytes`.
+fn decode_all(file: &[u8], offsets: &[u32], starts: &[u64], bytes: &mut [u8]) -> Result<(), VocabError> {
+    let mut rest = bytes;
+    for (ends, &start) in offsets.windows(2).zip(starts) {
+        let len = match *ends {
+            [from, to] => to.wrapping_sub(from) as usize,
+            _ => 0,
+        };
+        let decoded = rest.split_at_mut_checked(len).and_then(|(out, behind)| {
+            // Padded, every text of so many bytes has one length.
+            let text = file.get(usize::try_from(start).ok()?..)?.get(..len.div_ceil(3).checked_mul(4)?)?;
+            decode(text, out)?;
+            Some(behind)
+        });
+        match decoded {
+            Some(behind) => rest = behind,
+            None => return Err(not_base64(file)),
+        }
+    }
+    Ok(())
+}
+
+/// The first line whose token is not base64, which there is.
+#[cold]
+fn not_base64(file: &[u8]) -> VocabError {
+    for entry in entries(file) {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(error) => return error,
+        };
+        let (quads, rest) = entry.base64.as_chunks::<4>();
+        let (front, last) = quads.split_at_checked(quads.len().saturating_sub(1)).unwrap_or_default();
+        let whole = front.iter().all(|quad| decode(quad, &mut [0; 3]).is_some());
+        let len = entry.bytes.saturating_sub(front.len().saturating_mul(3));
+        let ends = last.iter().all(|quad| [0; 3].get_mut(..len).is_some_and(|out| decode(quad, out).is_some()));
+        if !(whole && ends && rest.is_empty()) {
+            return entry.fault(LineFault::Base64);
+        }
+    }
+    VocabError::Buffer(BufferError::Overflow)
 }
 
 #[inline]
@@ -820,6 +995,61 @@ pub(super) mod tests {
             VocabError::Buffer(BufferError::TooSmall { needed, given: needed - 1 })
         );
         assert!(format!("{}", error(&format!("{good}YWJj 258\n"))).contains("257"));
+    }
+
+    /// Lines read the short way and the long way are the same, whatever is in them.
+    #[test]
+    fn plain_lines_are_read_as_all_are() {
+        fn long_way(file: &[u8]) -> Vec<Result<(usize, usize, &[u8], u32), VocabError>> {
+            let mut offset = 0;
+            let lines = file.split(|&b| b == b'\n').zip(1..).map(|(text, line)| {
+                let start = offset;
+                offset += text.len() + 1;
+                (line, start, text.strip_suffix(b"\r").unwrap_or(text))
+            });
+            let lines = lines.filter(|(_, _, text)| !text.is_empty()).map(|(line, offset, text)| {
+                let halves = text.iter().position(|&b| b == b' ').map(|at| (&text[..at], &text[at + 1..]));
+                let found = halves.ok_or(LineFault::NoSpace).and_then(|(base64, rank)| {
+                    match decoded_len(base64) {
+                        None => return Err(LineFault::Base64),
+                        Some(0) => return Err(LineFault::EmptyToken),
+                        Some(_) => {}
+                    }
+                    Ok((line, offset, base64, decimal(rank).ok_or(LineFault::Rank)?))
+                });
+                found.map_err(|what| VocabError::Line { line, offset, what })
+            });
+            lines.collect()
+        }
+        let good = "YQ== 0\nYWJjZGVmZ2hp 123456789\r\nYWJj 4294967295\n\nYWI= 7";
+        let odd = [" ", "\n", "\r", "\r\n", "=", "\t", "\0", "\u{e9}", "0", "-", "99999999999", "YWJj"];
+        let mut seed = 1u64;
+        for _ in 0..30_000 {
+            let mut file = good.as_bytes().to_vec();
+            for _ in 0..3 {
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let pick = |n: usize, shift: u32| (seed >> shift) as usize % n;
+                let at = pick(file.len() + 1, 20);
+                let end = (at + pick(3, 50)).min(file.len());
+                file.splice(at..end, odd[pick(odd.len(), 33)].bytes());
+            }
+            let found: Vec<_> = entries(&file).map(|e| e.map(|e| (e.line, e.offset, e.base64, e.rank))).collect();
+            // The first fault ends a reader; what the lines behind it say does not matter, and is the same.
+            assert_eq!(found, long_way(&file), "{}", file.escape_ascii());
+        }
+    }
+
+    /// Tokens are decoded in the order of their ranks, and lines refused in that of the file.
+    #[test]
+    fn of_several_faults_the_first_line_is_named() {
+        let good = file(&tokens(&[]));
+        for (first, second) in [("YW-_ 257", "YR== 256"), ("YR== 257", "YWJjYQ==YWJj 256"), ("YW=j 257", "Y=== 256")] {
+            let text = format!("{good}{first}\n{second}\n");
+            let expected = VocabError::Line { line: 257, offset: good.len(), what: LineFault::Base64 };
+            assert_eq!(error(&text), expected, "{first} {second}");
+        }
+        let text = format!("{good}YWJj 257\nYWJj\u{e9}A== 256\n");
+        assert!(matches!(error(&text), VocabError::Line { line: 258, what: LineFault::Base64, .. }));
     }
 
     #[test]
