@@ -458,7 +458,7 @@ pub(crate) struct Batch {
 }
 
 /// How ids are chosen.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct Sampling {
     /// Draws ids instead of taking the best: above 1 more freely, below 1 less; 0 takes the best.

@@ -1,8 +1,8 @@
 //! `k3 batch`: a file of prompts in, a file of texts out, many at the same time.
 
-use crate::args::{Batch as Args, LOGPROBS_MOST, Sampling, Stop};
+use crate::args::Batch as Args;
 use crate::fail::{self, Failure};
-use crate::messages;
+use crate::lines::{self, Defaults, Given, Line, Unlike, Written};
 use crate::output;
 use crate::report::{self, Progress};
 use crate::sampling::{Chosen, Picker};
@@ -16,28 +16,13 @@ use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
 use k3_platform::generate::Finish;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Instant;
-
-/// Faults of the input that are told at once; the rest is counted.
-const TOLD: usize = 8;
-
-/// A line of the input.
-struct Line {
-    /// Its number in the file, from 1.
-    number: usize,
-    id: Value,
-    prompt: Given,
-    max_tokens: usize,
-    /// Its own options, and those of the command where it has none.
-    sampling: Sampling,
-    logprobs: Option<u16>,
-}
 
 /// A line whose prompt is ids.
 struct Job {
@@ -46,12 +31,6 @@ struct Job {
     id: Value,
     prompt: Prompt,
     chosen: Chosen,
-}
-
-/// How a prompt is given.
-enum Given {
-    Text(String),
-    Ids(Vec<TokenId>),
 }
 
 /// Runs the command. The answer is the exit code of what is not a failure.
@@ -64,7 +43,8 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
         args.common.model.as_deref(),
     )?;
     let bytes = text::read(&args.input, "--input", options.budget())?;
-    let lines = lines(args, &bytes)?;
+    let Args { max_tokens, ref sampling, logprobs, .. } = *args;
+    let lines = lines::read(&args.input, &bytes, &Defaults { max_tokens, sampling: sampling.clone(), logprobs })?;
     let opened = options.open()?;
     let texts = lines.iter().any(|l| matches!(l.prompt, Given::Text(_)));
     let mut files = text::vocabulary(&opened.checkpoint, texts)?;
@@ -171,142 +151,6 @@ fn end(outcome: &Outcome, before: usize, run: &Started) {
     report::resources(&run.engine.stats(), run.engine.plan());
 }
 
-/// Reads the input, line by line, and refuses it for everything that is wrong with it.
-fn lines(args: &Args, bytes: &[u8]) -> Result<Vec<Line>, Failure> {
-    let path = &args.input;
-    let (mut lines, mut faults) = (Vec::new(), Vec::new());
-    let mut seen: HashMap<String, usize> = HashMap::new();
-    for (number, bytes) in (1..).zip(bytes.split(|b| *b == b'\n')) {
-        if bytes.trim_ascii().is_empty() {
-            continue;
-        }
-        match line(args, number, bytes) {
-            Ok(line) => {
-                if let Some(first) = seen.insert(line.id.to_string(), number) {
-                    faults.push(format!("line {number}: id {} is that of line {first}", line.id));
-                }
-                lines.push(line);
-            }
-            Err(fault) => faults.push(format!("line {number}: {fault}")),
-        }
-    }
-    refuse(path, &faults)?;
-    if lines.is_empty() {
-        return Err(Failure::usage(format!("{}: there are no prompts", path.display()), HINT));
-    }
-    Ok(lines)
-}
-
-const HINT: &str = "each line is an object {\"id\": \"a\", \"prompt\": \"text\"} or {\"id\": 1, \"ids\": [1, 2]}, \
-                    and may have \"max_tokens\", \"temperature\" and the like (k3 batch --help); no id occurs \
-                    twice";
-
-/// Refuses the input if there is a fault.
-fn refuse(path: &Path, faults: &[String]) -> Result<(), Failure> {
-    if faults.is_empty() {
-        return Ok(());
-    }
-    let mut message = format!("{}: {}", path.display(), faults[..faults.len().min(TOLD)].join("\n    "));
-    if faults.len() > TOLD {
-        message += &format!("\n    and {} more faults", faults.len() - TOLD);
-    }
-    Err(Failure::usage(message, HINT))
-}
-
-/// One line.
-fn line(args: &Args, number: usize, bytes: &[u8]) -> Result<Line, String> {
-    let value: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
-    messages::one_meaning(bytes)?;
-    let Value::Object(mut fields) = value else { return Err("this is no object".to_owned()) };
-    // As in messages: null is as good as absent.
-    fields.retain(|_, value| !value.is_null());
-    let id = match fields.remove("id") {
-        Some(id @ (Value::String(_) | Value::Number(_))) => id,
-        Some(_) => return Err("\"id\" is neither a string nor a number".to_owned()),
-        None => return Err("\"id\" is missing".to_owned()),
-    };
-    let prompt = match (fields.remove("prompt"), fields.remove("ids")) {
-        (Some(Value::String(text)), None) => Given::Text(text),
-        (None, Some(Value::Array(ids))) => Given::Ids(ids.iter().map(token).collect::<Result<_, _>>()?),
-        (Some(_), None) => return Err("\"prompt\" is no string".to_owned()),
-        (None, Some(_)) => return Err("\"ids\" is no array".to_owned()),
-        (Some(_), Some(_)) => return Err("there are both \"prompt\" and \"ids\"".to_owned()),
-        (None, None) => return Err("\"prompt\" or \"ids\" is missing".to_owned()),
-    };
-    let max_tokens = count(&mut fields, "max_tokens", usize::MAX as u64)?;
-    let max_tokens = max_tokens.and_then(|n| usize::try_from(n).ok()).unwrap_or(args.max_tokens);
-    let sampling = sampling(args, &mut fields)?;
-    let most = u64::try_from(LOGPROBS_MOST).unwrap_or(0);
-    let logprobs = count(&mut fields, "logprobs", most)?.and_then(|n| u16::try_from(n).ok()).or(args.logprobs);
-    match fields.keys().next() {
-        Some(name) => Err(format!("a field {name:?} is not known")),
-        None => Ok(Line { number, id, prompt, max_tokens, sampling, logprobs }),
-    }
-}
-
-/// A field that is a count of at most `most`.
-fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Option<u64>, String> {
-    let Some(value) = fields.remove(name) else { return Ok(None) };
-    let n = value.as_u64().filter(|n| *n <= most);
-    n.map(Some).ok_or_else(|| format!("{name:?} is no count up to {most}: {value}"))
-}
-
-/// How the ids of a line are chosen. What its fields mean together is looked at by [`Chosen::new`].
-fn sampling(args: &Args, fields: &mut Map<String, Value>) -> Result<Sampling, String> {
-    let mut number = |name: &str| match fields.remove(name) {
-        None => Ok(None),
-        Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {value}")),
-    };
-    let (temperature, top_p, min_p) = (number("temperature")?, number("top_p")?, number("min_p")?);
-    let repeat_penalty = number("repeat_penalty")?;
-    let top_k = count(fields, "top_k", u32::MAX.into())?.and_then(|k| u32::try_from(k).ok());
-    let seed = count(fields, "seed", u64::MAX)?;
-    let mut all = args.sampling.clone();
-    if temperature == Some(0.0) {
-        // The command's options for drawing are not for this line.
-        (all.top_p, all.top_k, all.min_p, all.seed) = (None, None, None, None);
-    }
-    all.temperature = temperature.or(all.temperature);
-    let drawing = [("top_p", top_p.is_some()), ("top_k", top_k.is_some()), ("min_p", min_p.is_some())];
-    let drawing = drawing.into_iter().chain([("seed", seed.is_some())]);
-    if let (None, Some((name, _))) = (all.temperature, drawing.into_iter().find(|(_, given)| *given)) {
-        return Err(format!("{name:?} has no effect without \"temperature\""));
-    }
-    (all.top_p, all.top_k, all.min_p) = (top_p.or(all.top_p), top_k.or(all.top_k), min_p.or(all.min_p));
-    (all.seed, all.repeat_penalty) = (seed.or(all.seed), repeat_penalty.or(all.repeat_penalty));
-    match fields.remove("logit_bias") {
-        None => {}
-        Some(Value::Object(biases)) => all.logit_bias = biases.iter().map(bias).collect::<Result<_, _>>()?,
-        Some(_) => return Err("\"logit_bias\" is no object of ids and numbers".to_owned()),
-    }
-    match fields.remove("stop") {
-        None => {}
-        Some(Value::Array(stops)) => all.stop = stops.iter().map(stop).collect::<Result<_, _>>()?,
-        Some(one) => all.stop = vec![stop(&one)?],
-    }
-    Ok(all)
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a bias is an f32, as on the command line")]
-fn bias((id, value): (&String, &Value)) -> Result<(u32, f32), String> {
-    let number = if value == "-inf" { Some(f32::NEG_INFINITY) } else { value.as_f64().map(|v| v as f32) };
-    let fault = || format!("{id:?}: {value} in \"logit_bias\" is no id and its number or \"-inf\"");
-    id.parse().ok().zip(number).ok_or_else(fault)
-}
-
-fn stop(value: &Value) -> Result<Stop, String> {
-    match value {
-        Value::String(text) if !text.is_empty() => Ok(Stop::Text(text.clone().into_bytes())),
-        Value::Number(_) => Ok(Stop::Id(token(value).map_err(|_| format!("{value} in \"stop\" is no token id"))?.0)),
-        _ => Err(format!("{value} in \"stop\" is neither a text nor an id")),
-    }
-}
-
-fn token(value: &Value) -> Result<TokenId, String> {
-    let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-    id.map(TokenId).ok_or_else(|| format!("{value} in \"ids\" is no token id"))
-}
-
 /// The lines with their prompts as ids. Refuses what no pass could run.
 fn jobs(
     args: &Args,
@@ -338,7 +182,7 @@ fn jobs(
             Err(failure) => faults.push(format!("line {number}: {}", failure.message.replace("--", ""))),
         }
     }
-    refuse(&args.input, &faults)?;
+    lines::refuse(&args.input, &faults)?;
     Ok(jobs)
 }
 
@@ -399,29 +243,18 @@ impl Results {
         }
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(|e| failed(&e))?;
-        let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1);
-        let mut done = vec![false; jobs.len()];
+        let Written { whole, done } = Written::parse(&bytes, header.as_bytes(), jobs.iter().map(|job| &job.id))
+            .map_err(|unlike| match unlike {
+                Unlike::Foreign => foreign(path),
+                Unlike::Line(line) => Failure {
+                    code: fail::DAMAGED,
+                    message: format!("{}: line {line} is not a result of this batch", path.display()),
+                    hint: Some("the file was changed since: name another one, or take the line out".to_owned()),
+                },
+            })?;
+        file.set_len(whole as u64).and_then(|()| file.seek(SeekFrom::End(0))).map_err(|e| failed(&e))?;
         if whole == 0 {
-            if !header.as_bytes().starts_with(&bytes) {
-                return Err(foreign(path));
-            }
-            file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).map_err(|e| failed(&e))?;
             file.write_all(header.as_bytes()).map_err(|e| Failure::output(path, &e))?;
-        } else {
-            let number: HashMap<_, _> = jobs.iter().enumerate().map(|(i, job)| (job.id.to_string(), i)).collect();
-            let Some(results) = bytes[..whole].strip_prefix(header.as_bytes()) else { return Err(foreign(path)) };
-            for (line, result) in (2..).zip(results.split_inclusive(|b| *b == b'\n')) {
-                let object: Option<Map<String, Value>> = serde_json::from_slice(result).ok();
-                let known = object.and_then(|o| number.get(&o.get("id")?.to_string()).copied());
-                if known.is_none_or(|i| std::mem::replace(&mut done[i], true)) {
-                    return Err(Failure {
-                        code: fail::DAMAGED,
-                        message: format!("{}: line {line} is not a result of this batch", path.display()),
-                        hint: Some("the file was changed since: name another one, or take the line out".to_owned()),
-                    });
-                }
-            }
-            file.set_len(whole as u64).and_then(|()| file.seek(SeekFrom::End(0))).map_err(|e| failed(&e))?;
         }
         Ok((Self { file, path: path.to_owned() }, done))
     }

@@ -27,10 +27,13 @@ const SILENT: &str = "the disk, or the way to it, does not answer; --io-timeout 
 
 /// Why the command stops.
 #[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) code: u8,
-    pub(crate) message: String,
-    pub(crate) hint: Option<String>,
+pub struct Failure {
+    /// The exit code.
+    pub code: u8,
+    /// What is wrong, in a sentence.
+    pub message: String,
+    /// What to do about it.
+    pub hint: Option<String>,
 }
 
 impl Failure {

@@ -10,21 +10,22 @@ const MOST: u64 = 64 << 20;
 
 /// What a file should be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Expected {
+pub struct Expected {
     /// Its path in the model's directory.
-    pub(crate) name: String,
+    pub name: String,
     /// Its length (bytes).
-    pub(crate) len: Option<u64>,
+    pub len: Option<u64>,
     /// Its SHA-256.
-    pub(crate) sha: Option<Sha>,
+    pub sha: Option<Sha>,
 }
 
 /// What the files of a release should be.
 #[derive(Debug, Default)]
-pub(crate) struct Listing {
+pub struct Listing {
     /// The name under which the release can be fetched, if the listing says so.
-    pub(crate) repository: Option<String>,
-    pub(crate) files: Vec<Expected>,
+    pub repository: Option<String>,
+    /// Its files.
+    pub files: Vec<Expected>,
 }
 
 impl Listing {
@@ -37,14 +38,22 @@ impl Listing {
             return Err(refused(format!("{len} bytes are too many for a listing")));
         }
         let bytes = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
+        Self::parse(&bytes).map_err(refused)
+    }
+
+    /// Understands a listing of either form.
+    ///
+    /// # Errors
+    /// In a sentence, what is wrong with it.
+    pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let this = if bytes.trim_ascii_start().starts_with(b"[") || bytes.trim_ascii_start().starts_with(b"{") {
-            let value = serde_json::from_slice(&bytes).map_err(|e| refused(e.to_string()))?;
-            Self::hub(&value).ok_or_else(|| refused("this JSON lists no files".to_owned()))?
+            let value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+            Self::hub(&value).ok_or_else(|| "this JSON lists no files".to_owned())?
         } else {
-            Self::sums(&String::from_utf8_lossy(&bytes)).map_err(refused)?
+            Self::sums(&String::from_utf8_lossy(bytes))?
         };
         match this.files.iter().find(|f| !inside(&f.name)) {
-            Some(file) => Err(refused(format!("{:?} is not a name inside the model's directory", file.name))),
+            Some(file) => Err(format!("{:?} is not a name inside the model's directory", file.name)),
             None => Ok(this),
         }
     }

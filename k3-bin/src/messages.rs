@@ -15,32 +15,43 @@ use std::collections::HashSet;
 
 /// A call that owns its parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct OwnCall {
-    pub(crate) id: Option<String>,
-    pub(crate) name: String,
-    pub(crate) arguments: String,
+pub struct OwnCall {
+    /// What its result is told by.
+    pub id: Option<String>,
+    /// The tool.
+    pub name: String,
+    /// JSON, as it was written.
+    pub arguments: String,
 }
 
 /// Who says a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Role {
+pub enum Role {
+    /// Who runs the model.
     System,
+    /// Who talks with it.
     User,
+    /// The model.
     Assistant,
+    /// What the model has called.
     Tool,
 }
 
 /// A message that owns its parts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Own {
-    pub(crate) role: Role,
+pub struct Own {
+    /// Who says it.
+    pub role: Role,
     /// Who it is; of a result, the tool.
-    pub(crate) name: Option<String>,
-    pub(crate) content: Vec<u8>,
-    pub(crate) reasoning: Vec<u8>,
-    pub(crate) calls: Vec<OwnCall>,
+    pub name: Option<String>,
+    /// What is said.
+    pub content: Vec<u8>,
+    /// What the model thought.
+    pub reasoning: Vec<u8>,
+    /// What the model calls.
+    pub calls: Vec<OwnCall>,
     /// Of a result: the call's.
-    pub(crate) id: Option<String>,
+    pub id: Option<String>,
 }
 
 impl Own {
@@ -49,7 +60,8 @@ impl Own {
     }
 
     /// It as JSON; bytes that are not UTF-8 are replaced.
-    pub(crate) fn json(&self) -> Value {
+    #[must_use]
+    pub fn json(&self) -> Value {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let role = match self.role {
             Role::System => "system",
@@ -83,11 +95,13 @@ impl Own {
 
 /// A conversation and what goes with it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Talk {
-    pub(crate) messages: Vec<Own>,
+pub struct Talk {
+    /// What was said.
+    pub messages: Vec<Own>,
     /// A JSON list.
-    pub(crate) tools: Option<String>,
-    pub(crate) thinking: Option<Thinking>,
+    pub tools: Option<String>,
+    /// How the model is to think, if it says so.
+    pub thinking: Option<Thinking>,
 }
 
 /// The faults of JSON that is no conversation.
@@ -174,7 +188,10 @@ fn body(value: Option<&Value>, what: &str) -> Result<String, Failure> {
 
 impl Talk {
     /// Reads a list of messages, or an object that holds one with tools and the like.
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, Failure> {
+    ///
+    /// # Errors
+    /// As usage: what is no conversation, and what would be ignored.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Failure> {
         let json: Value = match serde_json::from_slice(bytes) {
             Ok(json) => json,
             Err(error) => return refuse(format!("not JSON: {error}")),
@@ -277,7 +294,8 @@ impl Talk {
     }
 
     /// The list of messages as JSON.
-    pub(crate) fn json(&self) -> Value {
+    #[must_use]
+    pub fn json(&self) -> Value {
         self.messages.iter().map(Own::json).collect()
     }
 }
@@ -288,7 +306,10 @@ fn calls_of(own: &Own) -> Vec<Call<'_>> {
 
 /// The ids of a conversation, or of the messages that follow one which is in the model's state; `after` is
 /// the message before them.
-pub(crate) fn render(
+///
+/// # Errors
+/// As usage: a conversation that the model's form cannot say.
+pub fn render(
     vocabulary: &Vocabulary<'_>,
     messages: &[Own],
     tools: Option<&str>,
@@ -388,13 +409,13 @@ impl Growing {
 
 /// What a stretch of ids says, id by id.
 #[derive(Debug)]
-pub(crate) struct Reader<'b> {
+pub struct Reader<'b> {
     parser: Parser<'b>,
     growing: Growing,
     /// Messages that have ended.
-    pub(crate) done: Vec<Own>,
+    pub done: Vec<Own>,
     /// The first thing that was wrong.
-    pub(crate) malformed: Option<Malformed>,
+    pub malformed: Option<Malformed>,
     /// Ids that were taken.
     taken: usize,
     /// How many there were when the tag began that was begun last.
@@ -404,23 +425,30 @@ pub(crate) struct Reader<'b> {
     /// Whether a message was closed, and its end has not come.
     closed: bool,
     /// Whether the last message of the assistant had a thinking channel.
-    pub(crate) thought: bool,
-    /// What the head says: declarations of tools, and the effort.
-    pub(crate) tools: Option<String>,
-    pub(crate) effort: Option<Effort>,
+    pub thought: bool,
+    /// What the head says: declarations of tools.
+    pub tools: Option<String>,
+    /// What the head says: the effort of thinking.
+    pub effort: Option<Effort>,
 }
 
 /// What has to be said for a message that was cut short to be whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Ending {
-    /// These ids, after `keep` of those that were taken.
-    Ids { keep: usize, more: Vec<TokenId> },
+pub enum Ending {
+    /// These ids, after some of those that were taken.
+    Ids {
+        /// How many of those stay.
+        keep: usize,
+        /// What follows them.
+        more: Vec<TokenId>,
+    },
     /// Nothing would help.
     Lost,
 }
 
 impl<'b> Reader<'b> {
-    pub(crate) fn new(start: Start, buffer: &'b mut [u8; TAG_BYTES]) -> Self {
+    /// A reader that stands at `start`.
+    pub fn new(start: Start, buffer: &'b mut [u8; TAG_BYTES]) -> Self {
         let answered = start == Start::Response;
         let growing = Growing::new(Role::Assistant);
         let parser = Parser::new(start, buffer);
@@ -440,7 +468,7 @@ impl<'b> Reader<'b> {
     }
 
     /// Takes an id, and hands out what it adds to a body.
-    pub(crate) fn push(&mut self, vocabulary: &Vocabulary<'_>, id: TokenId, mut text: impl FnMut(Tag, &[u8])) {
+    pub fn push(&mut self, vocabulary: &Vocabulary<'_>, id: TokenId, mut text: impl FnMut(Tag, &[u8])) {
         let mut bytes = Vec::new();
         let part = match vocabulary.control(id) {
             Some(control) => Part::Control(control),
@@ -500,7 +528,7 @@ impl<'b> Reader<'b> {
     }
 
     /// The message that has not ended, as far as it goes.
-    pub(crate) fn unfinished(&mut self) -> Option<Own> {
+    pub fn unfinished(&mut self) -> Option<Own> {
         if self.parser.opened().contains(&Tag::Call) {
             self.growing.end_call();
         }
@@ -509,7 +537,8 @@ impl<'b> Reader<'b> {
     }
 
     /// What makes a whole message of one that was cut short or was not yet ended.
-    pub(crate) fn ending(&self, vocabulary: &Vocabulary<'_>) -> Ending {
+    #[must_use]
+    pub fn ending(&self, vocabulary: &Vocabulary<'_>) -> Ending {
         if self.parser.is_lost() || self.malformed.is_some() {
             return Ending::Lost;
         }

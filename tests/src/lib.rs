@@ -1,29 +1,6 @@
 //! What the tests share: where fixtures are, how to damage them, how to run them.
 
-// The tests of `messages`, which `fuzz` takes along, know this crate by its name.
-extern crate self as k3_tests;
-
 pub mod fuzz;
-
-/// What k3-bin's `messages`, which is fuzzed, refuses with: as much of it as is looked at.
-mod fail {
-    #[derive(Debug)]
-    pub(crate) struct Failure {
-        pub(crate) message: String,
-    }
-
-    impl Failure {
-        pub(crate) fn usage(message: impl Into<String>, _hint: impl Into<String>) -> Self {
-            Self { message: message.into() }
-        }
-    }
-
-    impl From<k3_platform::error::Error> for Failure {
-        fn from(error: k3_platform::error::Error) -> Self {
-            Self { message: error.to_string() }
-        }
-    }
-}
 
 use std::path::{Path, PathBuf};
 

@@ -63,4 +63,4 @@ macro_rules! targets {
     };
 }
 
-targets!(json config header index shard names vocab text tensor views trace conversation coded trunk session messages plan reference size);
+targets!(json config header index shard names vocab text tensor views trace conversation coded trunk session messages batch listing plan reference size);

@@ -1,13 +1,8 @@
 //! Conversations as JSON, as `k3 chat --messages` reads them.
 #![expect(clippy::missing_panics_doc, reason = "a panic is what a target is for")]
 
-// A command is no library that could be called, so the file that reads is compiled here again.
-#[cfg_attr(not(test), expect(dead_code, reason = "the command uses all of it"))]
-#[path = "../../../k3-bin/src/messages.rs"]
-mod command;
-
 use crate::root;
-use command::{Ending, Reader, Role, Talk, render};
+use k3_bin::messages::{Ending, Reader, Role, Talk, render};
 use k3_core::chat::{Start, TAG_BYTES, Thinking};
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::io::{Disk, Mode};

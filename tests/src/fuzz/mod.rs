@@ -9,6 +9,7 @@
 //! through the code, and under `cargo test` (`tests/suite/fuzzing.rs`) on seeds, the committed corpus
 //! and mutations of both, with seeds that are the same in every run.
 
+mod command;
 mod memory;
 mod messages;
 mod planned;
@@ -60,6 +61,12 @@ pub const TARGETS: &[Target] = &[
         mutations: 300,
         words: targets::MEMBERS,
         ..Target::json("messages", targets::messages, targets::messages_seeds)
+    },
+    Target { words: targets::FIELDS, ..Target::json("batch", targets::batch, targets::batch_seeds) },
+    Target {
+        mutations: 2000,
+        words: targets::SUMS,
+        ..Target::json("listing", targets::listing, targets::listing_seeds)
     },
     Target { mutations: 100, ..Target::json("plan", targets::plan, targets::plan_seeds) },
     Target {

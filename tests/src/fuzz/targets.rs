@@ -2,6 +2,7 @@
 //! of their own.
 #![expect(clippy::missing_panics_doc, reason = "a panic is what a target is for")]
 
+pub use super::command::{FIELDS, SUMS, batch, batch_seeds, listing, listing_seeds};
 pub use super::messages::{MEMBERS, messages, messages_seeds};
 pub use super::planned::{plan, plan_seeds};
 pub use super::stored::{coded, coded_seeds, session, session_seeds, trunk, trunk_seeds};

@@ -1,0 +1,234 @@
+//! What `k3 batch` reads: lines of prompts, and the output of a batch that was interrupted.
+
+use crate::args::{LOGPROBS_MOST, Sampling, Stop};
+use crate::fail::Failure;
+use crate::messages;
+use k3_core::view::TokenId;
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// Faults of the input that are told at once; the rest is counted.
+const TOLD: usize = 8;
+
+/// A line of the input.
+#[derive(Debug)]
+pub struct Line {
+    /// Its number in the file, from 1.
+    pub number: usize,
+    /// What its result is told by: a string or a number.
+    pub id: Value,
+    /// What is to be continued.
+    pub prompt: Given,
+    /// Tokens to generate at most.
+    pub max_tokens: usize,
+    /// Its own options, and those of the command where it has none.
+    pub(crate) sampling: Sampling,
+    pub(crate) logprobs: Option<u16>,
+}
+
+/// How a prompt is given.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Given {
+    /// As text.
+    Text(String),
+    /// As ids.
+    Ids(Vec<TokenId>),
+}
+
+/// What the command says of lines that say nothing of it.
+#[derive(Debug, Default)]
+pub struct Defaults {
+    pub(crate) max_tokens: usize,
+    pub(crate) sampling: Sampling,
+    pub(crate) logprobs: Option<u16>,
+}
+
+impl Defaults {
+    /// Those of a command without options but for how many tokens are generated at most.
+    #[must_use]
+    pub fn new(max_tokens: usize) -> Self {
+        Self { max_tokens, ..Self::default() }
+    }
+}
+
+/// Reads the input, line by line, and refuses it for everything that is wrong with it.
+///
+/// # Errors
+/// As usage, with the first faults by their lines.
+pub fn read(path: &Path, bytes: &[u8], defaults: &Defaults) -> Result<Vec<Line>, Failure> {
+    let (mut lines, mut faults) = (Vec::new(), Vec::new());
+    let mut seen: HashMap<String, usize> = HashMap::new();
+    for (number, bytes) in (1..).zip(bytes.split(|b| *b == b'\n')) {
+        if bytes.trim_ascii().is_empty() {
+            continue;
+        }
+        match line(defaults, number, bytes) {
+            Ok(line) => {
+                if let Some(first) = seen.insert(line.id.to_string(), number) {
+                    faults.push(format!("line {number}: id {} is that of line {first}", line.id));
+                }
+                lines.push(line);
+            }
+            Err(fault) => faults.push(format!("line {number}: {fault}")),
+        }
+    }
+    refuse(path, &faults)?;
+    if lines.is_empty() {
+        return Err(Failure::usage(format!("{}: there are no prompts", path.display()), HINT));
+    }
+    Ok(lines)
+}
+
+const HINT: &str = "each line is an object {\"id\": \"a\", \"prompt\": \"text\"} or {\"id\": 1, \"ids\": [1, 2]}, \
+                    and may have \"max_tokens\", \"temperature\" and the like (k3 batch --help); no id occurs \
+                    twice";
+
+/// Refuses the input if there is a fault.
+pub(crate) fn refuse(path: &Path, faults: &[String]) -> Result<(), Failure> {
+    if faults.is_empty() {
+        return Ok(());
+    }
+    let mut message = format!("{}: {}", path.display(), faults[..faults.len().min(TOLD)].join("\n    "));
+    if faults.len() > TOLD {
+        message += &format!("\n    and {} more faults", faults.len() - TOLD);
+    }
+    Err(Failure::usage(message, HINT))
+}
+
+/// One line.
+fn line(defaults: &Defaults, number: usize, bytes: &[u8]) -> Result<Line, String> {
+    let value: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
+    messages::one_meaning(bytes)?;
+    let Value::Object(mut fields) = value else { return Err("this is no object".to_owned()) };
+    // As in messages: null is as good as absent.
+    fields.retain(|_, value| !value.is_null());
+    let id = match fields.remove("id") {
+        Some(id @ (Value::String(_) | Value::Number(_))) => id,
+        Some(_) => return Err("\"id\" is neither a string nor a number".to_owned()),
+        None => return Err("\"id\" is missing".to_owned()),
+    };
+    let prompt = match (fields.remove("prompt"), fields.remove("ids")) {
+        (Some(Value::String(text)), None) => Given::Text(text),
+        (None, Some(Value::Array(ids))) => Given::Ids(ids.iter().map(token).collect::<Result<_, _>>()?),
+        (Some(_), None) => return Err("\"prompt\" is no string".to_owned()),
+        (None, Some(_)) => return Err("\"ids\" is no array".to_owned()),
+        (Some(_), Some(_)) => return Err("there are both \"prompt\" and \"ids\"".to_owned()),
+        (None, None) => return Err("\"prompt\" or \"ids\" is missing".to_owned()),
+    };
+    let max_tokens = count(&mut fields, "max_tokens", usize::MAX as u64)?;
+    let max_tokens = max_tokens.and_then(|n| usize::try_from(n).ok()).unwrap_or(defaults.max_tokens);
+    let sampling = sampling(&defaults.sampling, &mut fields)?;
+    let most = u64::try_from(LOGPROBS_MOST).unwrap_or(0);
+    let logprobs = count(&mut fields, "logprobs", most)?.and_then(|n| u16::try_from(n).ok()).or(defaults.logprobs);
+    match fields.keys().next() {
+        Some(name) => Err(format!("a field {name:?} is not known")),
+        None => Ok(Line { number, id, prompt, max_tokens, sampling, logprobs }),
+    }
+}
+
+/// A field that is a count of at most `most`.
+fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Option<u64>, String> {
+    let Some(value) = fields.remove(name) else { return Ok(None) };
+    let n = value.as_u64().filter(|n| *n <= most);
+    n.map(Some).ok_or_else(|| format!("{name:?} is no count up to {most}: {value}"))
+}
+
+/// How the ids of a line are chosen. What its fields mean together is looked at by `sampling::Chosen::new`.
+fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Sampling, String> {
+    let mut number = |name: &str| match fields.remove(name) {
+        None => Ok(None),
+        Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {value}")),
+    };
+    let (temperature, top_p, min_p) = (number("temperature")?, number("top_p")?, number("min_p")?);
+    let repeat_penalty = number("repeat_penalty")?;
+    let top_k = count(fields, "top_k", u32::MAX.into())?.and_then(|k| u32::try_from(k).ok());
+    let seed = count(fields, "seed", u64::MAX)?;
+    let mut all = command.clone();
+    if temperature == Some(0.0) {
+        // The command's options for drawing are not for this line.
+        (all.top_p, all.top_k, all.min_p, all.seed) = (None, None, None, None);
+    }
+    all.temperature = temperature.or(all.temperature);
+    let drawing = [("top_p", top_p.is_some()), ("top_k", top_k.is_some()), ("min_p", min_p.is_some())];
+    let drawing = drawing.into_iter().chain([("seed", seed.is_some())]);
+    if let (None, Some((name, _))) = (all.temperature, drawing.into_iter().find(|(_, given)| *given)) {
+        return Err(format!("{name:?} has no effect without \"temperature\""));
+    }
+    (all.top_p, all.top_k, all.min_p) = (top_p.or(all.top_p), top_k.or(all.top_k), min_p.or(all.min_p));
+    (all.seed, all.repeat_penalty) = (seed.or(all.seed), repeat_penalty.or(all.repeat_penalty));
+    match fields.remove("logit_bias") {
+        None => {}
+        Some(Value::Object(biases)) => all.logit_bias = biases.iter().map(bias).collect::<Result<_, _>>()?,
+        Some(_) => return Err("\"logit_bias\" is no object of ids and numbers".to_owned()),
+    }
+    match fields.remove("stop") {
+        None => {}
+        Some(Value::Array(stops)) => all.stop = stops.iter().map(stop).collect::<Result<_, _>>()?,
+        Some(one) => all.stop = vec![stop(&one)?],
+    }
+    Ok(all)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "a bias is an f32, as on the command line")]
+fn bias((id, value): (&String, &Value)) -> Result<(u32, f32), String> {
+    let number = if value == "-inf" { Some(f32::NEG_INFINITY) } else { value.as_f64().map(|v| v as f32) };
+    let fault = || format!("{id:?}: {value} in \"logit_bias\" is no id and its number or \"-inf\"");
+    id.parse().ok().zip(number).ok_or_else(fault)
+}
+
+fn stop(value: &Value) -> Result<Stop, String> {
+    match value {
+        Value::String(text) if !text.is_empty() => Ok(Stop::Text(text.clone().into_bytes())),
+        Value::Number(_) => Ok(Stop::Id(token(value).map_err(|_| format!("{value} in \"stop\" is no token id"))?.0)),
+        _ => Err(format!("{value} in \"stop\" is neither a text nor an id")),
+    }
+}
+
+fn token(value: &Value) -> Result<TokenId, String> {
+    let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+    id.map(TokenId).ok_or_else(|| format!("{value} in \"ids\" is no token id"))
+}
+
+/// What a batch has written so far.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// Bytes of whole lines; what follows them was broken off.
+    pub whole: usize,
+    /// Which of the ids have a result.
+    pub done: Vec<bool>,
+}
+
+/// Why a file is not what this batch has written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unlike {
+    /// It does not begin with the batch's first line.
+    Foreign,
+    /// This line, from 1, is no result of an id, or a second one.
+    Line(usize),
+}
+
+impl Written {
+    /// Looks at an output that begins with the line `header`, of a batch with these ids. A file that ends in the
+    /// middle of its first line has no whole line.
+    ///
+    /// # Errors
+    /// [`Unlike`] if the batch has not written it.
+    pub fn parse<'i>(bytes: &[u8], header: &[u8], ids: impl Iterator<Item = &'i Value>) -> Result<Self, Unlike> {
+        let whole = bytes.iter().rposition(|b| *b == b'\n').map_or(0, |i| i + 1);
+        let numbers: HashMap<_, _> = ids.zip(0..).map(|(id, i)| (id.to_string(), i)).collect();
+        let mut done = vec![false; numbers.len()];
+        if whole == 0 {
+            return if header.starts_with(bytes) { Ok(Self { whole, done }) } else { Err(Unlike::Foreign) };
+        }
+        let results = bytes[..whole].strip_prefix(header).ok_or(Unlike::Foreign)?;
+        for (line, result) in (2..).zip(results.split_inclusive(|b| *b == b'\n')) {
+            let object: Option<Map<String, Value>> = serde_json::from_slice(result).ok();
+            let known = object.and_then(|o| numbers.get(&o.get("id")?.to_string()).copied());
+            if known.is_none_or(|i: usize| std::mem::replace(&mut done[i], true)) {
+                return Err(Unlike::Line(line));
+            }
+        }
+        Ok(Self { whole, done })
+    }
+}
