@@ -61,15 +61,19 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     let context = args.context.unwrap_or_else(|| left.iter().map(needed).max().unwrap_or(1));
     let vocab = opened.checkpoint.config().vocab_size;
     let candidates = todo.iter().map(|job| job.chosen.candidates(vocab)).max().unwrap_or(0);
-    let told = |job: &Job| job.chosen.told(job.prompt.max_tokens.min(context));
-    let (remembered, json) = todo.iter().map(told).max().unwrap_or_default();
+    // Of texts that run at the same time each remembers its own; one at a time becomes JSON.
+    let told: Vec<_> = todo.iter().map(|job| job.chosen.told(job.prompt.max_tokens.min(context))).collect();
+    let mut remembered: Vec<u64> = told.iter().map(|told| told.0).collect();
+    remembered.sort_unstable_by(|a, b| b.cmp(a));
+    let json = told.iter().map(|told| told.1).max().unwrap_or(0);
     let sequences = left.len().min(args.in_flight.map_or(usize::MAX, std::num::NonZeroUsize::get)).max(1);
     let mut run = opened.start(Wanted {
         context,
         prompt: left.iter().map(|p| p.ids.len()).sum::<usize>().max(1),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
         sequences,
-        beside: (candidates * size_of::<Candidate>()) as u64 + remembered.saturating_mul(sequences as u64) + json,
+        beside: ((candidates * size_of::<Candidate>()) as u64).saturating_add(json),
+        beside_each: std::array::from_fn(|i| remembered.get(i).copied().unwrap_or(0)),
         ..Wanted::default()
     })?;
     let config = *run.engine.checkpoint().config();

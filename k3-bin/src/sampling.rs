@@ -111,13 +111,16 @@ impl Chosen {
 
     /// Bytes of the log-probabilities of so many tokens, and of the JSON that is made of them.
     pub(crate) fn told(&self, tokens: usize) -> (u64, u64) {
-        let all = self.logprobs.map_or(0, |n| (n as u64 + 1).saturating_mul(tokens as u64));
-        (all.saturating_mul(LOGPROB_BYTES), all.saturating_mul(LOGPROB_JSON_BYTES))
+        let Some(n) = self.logprobs.map(|n| n as u64) else { return (0, 0) };
+        let place = PLACE_BYTES.saturating_add(n.saturating_mul(size_of::<(TokenId, f64)>() as u64));
+        let all = (n + 1).saturating_mul(tokens as u64);
+        (place.saturating_mul(tokens as u64), all.saturating_mul(LOGPROB_JSON_BYTES))
     }
 }
 
-/// Bytes of one log-probability that is remembered, with room for a list that grows and a place's own part.
-const LOGPROB_BYTES: u64 = 64;
+/// Bytes of a place whose log-probabilities are remembered, besides these: its part of a tree whose nodes are half
+/// full, and what the allocator adds to a list.
+const PLACE_BYTES: u64 = 160;
 
 /// Bytes of its JSON: a tree's node for three members, their names, a text, and what is printed of it.
 const LOGPROB_JSON_BYTES: u64 = 1300;
@@ -159,7 +162,7 @@ impl Picker<'_> {
         let sampler = self.sampler.ok_or(Error::Order)?;
         let id = sampler.pick(position as u64, history, logits, scratch).map_err(|_| Error::Order)?;
         if let Some(most) = self.logprobs {
-            let mut best = Vec::new();
+            let mut best = Vec::with_capacity(most);
             top_logprobs(logits, most, scratch, |id, p| best.push((id, p))).map_err(|_| Error::Order)?;
             let nll = k3_core::ops::loss::nll(logits, id).ok().flatten().ok_or(Error::Order)?;
             self.picked.insert(position, Picked { id, logprob: -nll, best });

@@ -13,7 +13,7 @@ use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, Patient, Source, Throttled};
 use k3_platform::memory::{Availability, available, default_threads, obtainable, rss};
 use k3_platform::pack;
-use k3_platform::plan::{PROCESS_BYTES, Plan, Request};
+use k3_platform::plan::{MOST_SEQUENCES, PROCESS_BYTES, Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io::Write as _;
@@ -55,12 +55,23 @@ pub(crate) struct Wanted {
     pub(crate) sequences: usize,
     /// What the command holds besides: a sampler's scratch, a session's buffer (bytes).
     pub(crate) beside: u64,
+    /// The same for each sequence that runs, the most first (bytes).
+    pub(crate) beside_each: [u64; MOST_SEQUENCES],
 }
 
 /// One short sequence, and no guesses.
 impl Default for Wanted {
     fn default() -> Self {
-        Self { context: 1, prompt: 1, all_logits: false, tokenizer: 0, speculate: 0, sequences: 1, beside: 0 }
+        Self {
+            context: 1,
+            prompt: 1,
+            all_logits: false,
+            tokenizer: 0,
+            speculate: 0,
+            sequences: 1,
+            beside: 0,
+            beside_each: [0; MOST_SEQUENCES],
+        }
     }
 }
 
@@ -238,6 +249,7 @@ impl Opened<'_> {
             },
             touched,
             beside: wanted.beside,
+            beside_each: wanted.beside_each,
         }
     }
 

@@ -1213,6 +1213,24 @@ fn an_interrupted_batch_keeps_what_has_ended() {
     assert!(kept.iter().all(|(id, result)| all[id] == *result));
 }
 
+/// The story: each of sixty prompts was planned to remember what the longest does, whether it ran or not, and four
+/// times too much.
+#[test]
+fn log_probabilities_of_many_prompts_are_planned_for_those_that_run() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (folder.path().join("in.jsonl"), folder.path().join("out.jsonl"));
+    let lines: String = (0..60).map(|i| format!("{{\"id\": {i}, \"ids\": [{}, 6]}}\n", 7 + i)).collect();
+    std::fs::write(&input, lines).expect("write");
+    let args = ["--json", "--memory", "48M", "--max-tokens", "30", "--logprobs", "300"];
+    let mut command = k3();
+    command.arg("batch").arg("--input").arg(&input).arg("--output").arg(&output);
+    let found = object(command.args(["--quiet", "--ignore-eos"]).args(args).arg(tiny()));
+    assert_eq!(found["ended"], 60);
+    assert!(found["in_flight"].as_u64().expect("a count") > 4, "{found}");
+    let peak = found["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
+    assert!(peak < 48_000_000, "peak {peak}");
+}
+
 /// Runs a command with standard input.
 fn piped(command: &mut Command, input: &[u8]) -> Output {
     use std::io::Write as _;

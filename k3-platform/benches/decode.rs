@@ -33,7 +33,7 @@ use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, ReadPool, Source, Throttled};
 use k3_platform::memory::{available, default_threads};
-use k3_platform::plan::Request;
+use k3_platform::plan::{MOST_SEQUENCES, Request};
 use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io;
@@ -192,6 +192,7 @@ impl Setup<'_> {
             sequences: 1,
             touched: 0,
             beside: 0,
+            beside_each: [0; MOST_SEQUENCES],
         };
         let plan = checkpoint.plan(&request, 0)?;
         Engine::new(checkpoint, plan, Backend::detect(), Arc::default())

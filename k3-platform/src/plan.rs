@@ -4,7 +4,8 @@
 //! ledger says and nothing else. Order of spending: what is fixed, the context, a ring for the
 //! trunk, a minimum of experts; then whole layers are pinned, and `lm_head` once all of them are. What is
 //! left when no other layer fits, or when all of the trunk is pinned, goes to the experts: last,
-//! because a router spreads its choices on purpose.
+//! because a router spreads its choices on purpose. Where all of the trunk and `lm_head` can be pinned nothing
+//! passes through a ring, and there is none.
 //!
 //! # Which layers are pinned
 //!
@@ -47,7 +48,7 @@ const RING_MOST: usize = 48;
 
 /// Sequences that run at the same time at most: with so many, a token's share of the trunk is less than
 /// its experts.
-const MOST_SEQUENCES: usize = 64;
+pub const MOST_SEQUENCES: usize = 64;
 
 /// What is asked of the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,6 +77,9 @@ pub struct Request {
     pub touched: u64,
     /// What is held besides the engine: a sampler's scratch, a session's buffer (bytes).
     pub beside: u64,
+    /// What is held besides for each sequence that runs (bytes), the most first: they take turns, so of the
+    /// sequences that run at the same time these may be the ones.
+    pub beside_each: [u64; MOST_SEQUENCES],
 }
 
 /// What the plan must know about a checkpoint.
@@ -157,7 +161,7 @@ pub struct Plan {
     pub sequences: usize,
     /// Bytes of a slot of the ring.
     pub slot: usize,
-    /// Slots of the ring.
+    /// Slots of the ring; none if all of the trunk is pinned.
     pub ring: usize,
     /// Which layers are pinned, in walk order; the last entry is `lm_head`.
     pub keeps: Vec<bool>,
@@ -262,8 +266,9 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize, sequences: usize) -
     let bytes = (buffers as u64).saturating_mul(sizes.walk.row_buffer(2 * c.hidden_size) as u64);
     ledger.add("embedding", bytes, format!("{buffers} of its rows at a time"));
     let rows = logit_rows(request, chunk, sequences);
-    if request.beside > 0 {
-        ledger.add("text", request.beside, "scratch of the sampler, buffers of a session and a chat".to_owned());
+    let each = request.beside_each.iter().take(sequences).fold(request.beside, |sum, each| sum.saturating_add(*each));
+    if each > 0 {
+        ledger.add("text", each, "scratch of the sampler, buffers of a session and a chat".to_owned());
     }
     ledger.add("logits", (rows as u64).saturating_mul(4 * c.vocab_size as u64), format!("{rows} x {}", c.vocab_size));
     ledger
@@ -340,17 +345,7 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
     let slot = target.min(ring_bytes / 4 / 4096 * 4096).max(least);
     let more = usize::try_from(left / 16).unwrap_or(usize::MAX) / slot;
     let ring = (ring_bytes / slot).clamp(1, more.clamp(RING_TARGET, RING_MOST));
-    ledger.add("trunk ring", (ring * slot) as u64, format!("{ring} slots of {}", human(slot as u64)));
-    left = left.saturating_sub((ring * slot) as u64 - least as u64);
-    // Larger slots make shorter lists; the difference is not spent again.
-    ledger.add("segments", sizes.walk.list_bytes(slot), "lists of what is read together".to_owned());
 
-    // The least of the experts: a token's choice in one layer, if half of what is left holds it.
-    let extra = left.checked_div(2 * expert).unwrap_or(0).min(c.num_experts_per_token.saturating_sub(1) as u64);
-    let mut arena = if experts == 0 { 0 } else { 1 + usize::try_from(extra).unwrap_or(0) };
-    left -= (arena as u64).saturating_sub(1) * expert;
-
-    // Pinned layers, and the head when all of them are.
     // Bytes to keep and bytes to read, layer by layer: the lists of segments are not kept.
     let sums = |layer: usize| {
         let segments = sizes.walk.cut(layer, slot);
@@ -358,6 +353,30 @@ pub fn plan(sizes: &Sizes<'_>, request: &Request) -> Result<Plan, Refusal> {
         (bytes, segments.iter().map(Segment::read_bytes).sum::<u64>())
     };
     let costs: Vec<(u64, u64)> = (0..sizes.walk.len()).map(sums).collect();
+
+    // The least of the experts: a token's choice in one layer, if half of what is left holds it.
+    let choice = |left: u64| {
+        let extra = left.checked_div(2 * expert).unwrap_or(0).min(c.num_experts_per_token.saturating_sub(1) as u64);
+        if experts == 0 { 0 } else { 1 + usize::try_from(extra).unwrap_or(0) }
+    };
+    let beyond_one = |arena: usize| (arena as u64).saturating_sub(1) * expert;
+
+    // Without a ring, if what it would take pins the rest.
+    let without = left.saturating_add(least as u64);
+    let all = costs.iter().fold(0u64, |sum, cost| sum.saturating_add(cost.0));
+    let ring = if all <= without.saturating_sub(beyond_one(choice(without))) { 0 } else { ring };
+    let note = match ring {
+        0 => "all of the trunk is pinned".to_owned(),
+        _ => format!("{ring} slots of {}", human(slot as u64)),
+    };
+    ledger.add("trunk ring", (ring * slot) as u64, note);
+    left = without.saturating_sub((ring * slot) as u64);
+    // Larger slots make shorter lists; the difference is not spent again.
+    ledger.add("segments", sizes.walk.list_bytes(slot), "lists of what is read together".to_owned());
+    let mut arena = choice(left);
+    left -= beyond_one(arena);
+
+    // Pinned layers, and the head when all of them are.
     let (mut keeps, mut pinned_bytes) = (vec![false; costs.len()], 0u64);
     let head = costs.len().saturating_sub(1);
     for layer in spread(head).chain([head]) {

@@ -86,12 +86,13 @@ pub struct Trunk {
 
 impl Trunk {
     /// Maps the ring. Nothing is read yet. `slot` is at least [`Walk::least_slot`]; `keeps` says of each
-    /// layer, and at last of the head, whether it is pinned.
+    /// layer, and at last of the head, whether it is pinned. If all are, the ring may have no slots.
     ///
     /// # Errors
     /// [`Error::Memory`] if the ring cannot be mapped.
     pub fn new(walk: Walk, slot: usize, ring: usize, keeps: Vec<bool>) -> Result<Self, Error> {
-        let free = (0..ring.max(1)).map(|_| AlignedBuf::zeroed(slot)).collect::<Result<_, _>>()?;
+        let streams = keeps.iter().any(|&keeps| !keeps);
+        let free = (0..ring.max(usize::from(streams))).map(|_| AlignedBuf::zeroed(slot)).collect::<Result<_, _>>()?;
         let (sender, receiver) = channel();
         Ok(Self {
             walk,
@@ -110,7 +111,7 @@ impl Trunk {
             current: None,
             sender,
             receiver,
-            window: ring.clamp(2, 8),
+            window: if streams { ring.clamp(2, 8) } else { 8 },
             stats: TrunkStats::default(),
         })
     }

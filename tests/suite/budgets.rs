@@ -1,11 +1,12 @@
 //! Memory: what is refused, and that nothing is allocated in the core.
 
-use crate::run::{How, engine, open};
+use crate::run::{How, engine, open, run};
+use k3_core::view::TokenId;
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, Source};
-use k3_platform::plan::{Plan, Request};
+use k3_platform::plan::{MOST_SEQUENCES, Plan, Request};
 use k3_platform::policy::Policy;
 use k3_platform::synth::{Synth, write};
 use k3_tests::checkpoints;
@@ -111,6 +112,7 @@ fn a_position_of_the_release_costs_what_its_latents_take() {
         policy: Policy::default(),
         touched: 0,
         beside: 0,
+        beside_each: [0; MOST_SEQUENCES],
     };
     let context = |plan: &Plan| plan.ledger.entries.iter().find(|e| e.name == "context").expect("a line").bytes;
     for positions in [1, 1000, 32_768, 1 << 20] {
@@ -125,6 +127,66 @@ fn a_position_of_the_release_costs_what_its_latents_take() {
         Err(Error::Budget(refusal)) => assert!(refusal.floor < 700_000_000, "{refusal}"),
         other => panic!("{other:?}"),
     }
+}
+
+/// The story: a ring of up to 48 slots was planned where all was pinned and nothing ever passed through it.
+#[test]
+fn where_all_of_the_trunk_is_pinned_there_is_no_ring() {
+    let prompt = [TokenId(1), TokenId(2), TokenId(3)];
+    for dir in checkpoints() {
+        let plan = |budget| {
+            let how = How { budget, ..How::default() };
+            let engine = engine(open(&dir, Mode::Direct).expect("open"), &how, prompt.len(), 8).expect("an engine");
+            engine.plan().clone()
+        };
+        let all = |plan: &Plan| plan.keeps.iter().all(|keeps| *keeps);
+        let (mut low, mut high) = (16_000_000, 1 << 32);
+        while low + 1 < high {
+            let middle = low + (high - low) / 2;
+            (low, high) = if all(&plan(middle)) { (low, middle) } else { (middle, high) };
+        }
+        for budget in [low, high, high + (high - low) / 2, 1 << 32] {
+            let plan = plan(budget);
+            assert_eq!(all(&plan), budget >= high, "{budget}");
+            assert_eq!((plan.ring == 0, plan.ledger.bytes_of("trunk ring") == 0), (all(&plan), all(&plan)));
+            assert!(plan.ledger.total() <= budget, "{}", plan.ledger);
+        }
+        // All that one byte less keeps in a ring is pinned, and the answer is what it was.
+        let [before, after] =
+            [low, high].map(|budget| run(&dir, &How { budget, ..How::default() }, &prompt, 3).expect("a run"));
+        assert_eq!(before.generated, after.generated);
+        assert!(before.logits.iter().zip(&after.logits).all(|(a, b)| a.to_bits() == b.to_bits()));
+    }
+}
+
+/// The story: what each text of a batch remembers was planned as often as there were prompts, however few run.
+#[test]
+fn what_sequences_hold_is_planned_for_those_that_run() {
+    let checkpoint = open(&checkpoints()[0], Mode::Direct).expect("open");
+    let mut most = 0;
+    for budget in [17_000_000, 20_000_000, 24_000_000, 32_000_000, 200_000_000] {
+        let request = Request {
+            budget,
+            context: 16,
+            prompt: 1000,
+            chunk: None,
+            threads: 1,
+            readers: 1,
+            all_logits: false,
+            speculate: 0,
+            sequences: 1000,
+            policy: Policy::default(),
+            touched: 0,
+            beside: 1000,
+            beside_each: std::array::from_fn(|i| 400_000 - 6000 * i as u64),
+        };
+        let plan = checkpoint.plan(&request, 0).expect("a plan");
+        let each: u64 = request.beside_each.iter().take(plan.sequences).sum();
+        assert_eq!(plan.ledger.bytes_of("text"), 1000 + each, "{}", plan.ledger);
+        assert!(plan.sequences >= most && plan.ledger.total() <= budget, "{}", plan.ledger);
+        most = plan.sequences;
+    }
+    assert_eq!(most, MOST_SEQUENCES);
 }
 
 #[test]

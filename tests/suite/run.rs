@@ -8,7 +8,7 @@ use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::{Engine, Share, Stats};
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, Source};
-use k3_platform::plan::Request;
+use k3_platform::plan::{MOST_SEQUENCES, Request};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -150,6 +150,7 @@ pub(crate) fn engine_with(
         policy: k3_platform::policy::Policy::default(),
         touched: 0,
         beside: 0,
+        beside_each: [0; MOST_SEQUENCES],
     };
     let plan = checkpoint.plan(&request, 0)?;
     Engine::new(checkpoint, plan, how.backend, stop)

@@ -28,7 +28,7 @@ use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Detour, Detoured, Disk, Mode, ReadAt, Schedule, Source};
-use k3_platform::plan::Request;
+use k3_platform::plan::{MOST_SEQUENCES, Request};
 use k3_platform::policy::Policy;
 use k3_tests::checkpoints;
 use std::cell::Cell;
@@ -363,6 +363,7 @@ fn engine(dir: &Path, source: Arc<dyn Source>, shape: &Shape, stop: Arc<AtomicBo
         policy: Policy::default(),
         touched: 0,
         beside: 0,
+        beside_each: [0; MOST_SEQUENCES],
     };
     let mut plan = checkpoint.plan(&request, 0).expect("a plan");
     (plan.slot, plan.ring, plan.arena) = (shape.slot * checkpoint.walk().least_slot(), shape.ring, shape.arena);

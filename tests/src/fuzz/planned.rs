@@ -68,6 +68,7 @@ pub fn plan(data: &[u8]) {
         sequences: 1 + 5 * bit(4),
         touched: 0,
         beside: 0,
+        beside_each: std::array::from_fn(|i| 64_000_u64.saturating_sub(1000 * i as u64) * bit(5) as u64),
     };
     match checkpoint.plan(&request, 0) {
         Ok(plan) => {
@@ -95,7 +96,8 @@ fn holds(checkpoint: &Checkpoint, request: &Request, plan: &Plan) {
     assert!(plan.ledger.total() <= request.budget, "{}", plan.ledger);
     let experts = config.num_moe_layers() * config.num_experts;
     assert!(plan.arena <= experts && (plan.arena > 0 || experts == 0));
-    assert!(plan.ring > 0 && plan.slot >= walk.least_slot());
+    assert_eq!(plan.ring == 0, plan.keeps.iter().all(|keeps| *keeps), "what is not pinned passes through a ring");
+    assert!(plan.slot >= walk.least_slot());
     assert!((1..=request.sequences).contains(&plan.sequences) && plan.extent.chunk > request.speculate);
     assert!(request.chunk.is_none_or(|chunk| plan.extent.chunk >= chunk));
     assert_eq!(plan.keeps.len(), config.num_hidden_layers + 1);

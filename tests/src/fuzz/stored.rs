@@ -16,7 +16,7 @@ use k3_platform::checksum::Checksum;
 use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::pack::{self, Pack};
-use k3_platform::plan::Request;
+use k3_platform::plan::{MOST_SEQUENCES, Request};
 use k3_platform::policy::Policy;
 use k3_platform::session::Session;
 use std::ops::Range;
@@ -56,6 +56,7 @@ fn engine(checkpoint: Checkpoint) -> Engine {
         sequences: 1,
         touched: 0,
         beside: 0,
+        beside_each: [0; MOST_SEQUENCES],
     };
     let plan = checkpoint.plan(&request, 0).expect("a tiny model fits");
     Engine::new(checkpoint, plan, Backend::detect(), Arc::default()).expect("an engine")
