@@ -483,7 +483,14 @@ impl Conversation<'_> {
                 match self.command(line.trim()) {
                     Ok(ControlFlow::Break(())) => return Ok(0),
                     Ok(ControlFlow::Continue(())) => {}
-                    Err(failure) => failure.print(),
+                    Err(failure) => {
+                        failure.print();
+                        // As for an answer: a pipe that nobody opened was waited for.
+                        if signals::stopped() && signals::terminated() {
+                            return Ok(signals::code());
+                        }
+                        interrupts = u32::from(signals::stopped());
+                    }
                 }
                 continue;
             }

@@ -15,6 +15,7 @@ mod doctor;
 pub mod fail;
 mod faults;
 mod help;
+mod input;
 mod inspect;
 mod keep;
 mod ladder;

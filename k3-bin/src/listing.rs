@@ -1,8 +1,10 @@
 //! What the files of a release should be: a file of SHA-256 sums, or the listing of a model hub.
 
 use crate::fail::Failure;
+use crate::input::{self, Input};
 use k3_platform::digest::{self, Sha};
 use serde_json::Value;
+use std::io::Read as _;
 use std::path::{Component, Path};
 
 /// A listing of a release with a hundred shards has a few hundred kilobytes (bytes).
@@ -33,11 +35,12 @@ impl Listing {
     pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
         let hint = "--hash takes what sha256sum prints, or a hub's listing of files as JSON";
         let refused = |what: String| Failure::usage(format!("{}: {what}", path.display()), hint);
-        let len = std::fs::metadata(path).map_err(|e| refused(e.to_string()))?.len();
-        if len > MOST {
-            return Err(refused(format!("{len} bytes are too many for a listing")));
+        let failed = |e: std::io::Error| input::failed(path, &e, hint);
+        let mut bytes = Vec::new();
+        Input::open(path).map_err(failed)?.take(MOST + 1).read_to_end(&mut bytes).map_err(failed)?;
+        if bytes.len() as u64 > MOST {
+            return Err(refused(format!("more than {MOST} bytes are too many for a listing")));
         }
-        let bytes = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
         Self::parse(&bytes).map_err(refused)
     }
 

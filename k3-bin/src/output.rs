@@ -6,13 +6,16 @@
 //! device) cannot appear: it is written as it is.
 
 use crate::fail::Failure;
+use crate::input;
 use crate::signals;
 use k3_platform::io::{give_name, unnamed};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// A file in the making.
 #[derive(Debug)]
@@ -30,13 +33,13 @@ struct Unfinished {
 }
 
 impl Output {
-    /// Makes sure that `path` can be written, and begins. A pipe is waited for until somebody reads
-    /// it, so this comes before signals are taken over.
+    /// Makes sure that `path` can be written, and begins. A pipe is waited for until somebody reads it, or a
+    /// signal asks for an end.
     ///
     /// # Errors
     /// As usage: the user named the wrong file.
     pub(crate) fn create(path: &Path) -> Result<Self, Failure> {
-        Self::try_create(path).map_err(|e| Failure::target(path, &e))
+        Self::try_create(path).map_err(|e| input::failed(path, &e, "name a file that can be written"))
     }
 
     /// The same of an option that may be absent.
@@ -50,6 +53,7 @@ impl Output {
     fn try_create(path: &Path) -> io::Result<Self> {
         let (file, unfinished) = match std::fs::metadata(path) {
             Ok(there) if there.is_dir() => return Err(io::ErrorKind::IsADirectory.into()),
+            Ok(there) if there.file_type().is_fifo() => (open_pipe(path)?, None),
             Ok(there) if !there.is_file() => (File::options().write(true).open(path)?, None),
             there => {
                 // What a link leads to is replaced, not the link; and only what may be written.
@@ -105,6 +109,30 @@ impl Drop for Output {
             // Best effort: the command is failing already.
             let _ = std::fs::remove_file(temporary);
         }
+    }
+}
+
+/// Opens a named pipe for writing when somebody reads it, and says so if that takes long.
+fn open_pipe(path: &Path) -> io::Result<File> {
+    const LOOK: Duration = Duration::from_millis(20);
+    const LONG: Duration = Duration::from_secs(2);
+    let begun = Instant::now();
+    let mut told = false;
+    loop {
+        let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+        match File::options().write(true).custom_flags(flags).open(path) {
+            Err(e) if e.raw_os_error() == Some(Errno::NXIO.raw_os_error()) => {}
+            other => return other,
+        }
+        if signals::stopped() {
+            return Err(input::interrupted());
+        }
+        if !told && begun.elapsed() >= LONG {
+            told = true;
+            // If standard error is closed there is nobody to tell.
+            let _ = writeln!(io::stderr(), "note: {}: waiting for somebody to read this pipe", path.display());
+        }
+        std::thread::sleep(LOOK);
     }
 }
 

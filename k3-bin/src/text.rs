@@ -1,6 +1,7 @@
 //! Prompt bytes to ids and back, with the model's own vocabulary.
 
 use crate::fail::Failure;
+use crate::input::{self, Input};
 use k3_core::config::ModelConfig;
 use k3_core::tokenizer::{self, Control};
 use k3_core::view::TokenId;
@@ -35,15 +36,10 @@ pub(crate) fn source(prompt: &crate::args::Prompt, budget: u64) -> Result<Source
 /// Reads a file, or standard input, that `option` names. A text may have an eighth of the memory there
 /// is: its ids, and what encoding needs, take several times its size.
 pub(crate) fn read(path: &Path, option: &str, budget: u64) -> Result<Vec<u8>, Failure> {
-    let failed =
-        |e: std::io::Error| Failure::usage(format!("{}: {e}", path.display()), format!("{option} takes a file"));
+    let failed = |e: std::io::Error| input::failed(path, &e, &format!("{option} takes a file"));
     let limit = budget / 8;
     let mut bytes = Vec::new();
-    if path == Path::new("-") {
-        std::io::stdin().lock().take(limit + 1).read_to_end(&mut bytes).map_err(failed)?;
-    } else {
-        std::fs::File::open(path).map_err(failed)?.take(limit + 1).read_to_end(&mut bytes).map_err(failed)?;
-    }
+    Input::open(path).map_err(failed)?.take(limit + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > limit {
         let message = format!("{}: the text has more than {limit} bytes, an eighth of --memory", path.display());
         return Err(Failure::usage(message, "give more with --memory, or a shorter text"));

@@ -7,13 +7,14 @@
 use crate::args::{Detokenize, Tokenize, TokenizerDir};
 use crate::demo::{self, Demo};
 use crate::fail::Failure;
+use crate::input::{self, Input};
 use crate::output;
+use crate::signals;
 use k3_core::tokenizer::{ControlText, Utf8Stream, settled};
 use k3_core::view::TokenId;
 use k3_platform::io::{Disk, Mode, Source};
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use std::borrow::Cow;
-use std::fs::File;
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
@@ -65,6 +66,10 @@ struct Printer {
 impl Printer {
     /// Prints what `work` prints, and says with what exit code the command ends.
     fn run(json: bool, work: impl FnOnce(&mut Self) -> Result<(), Stop>) -> Result<u8, Failure> {
+        if json {
+            // A signal, too, closes the object.
+            signals::watch()?;
+        }
         let out = BufWriter::with_capacity(1 << 16, output::stdout());
         let mut this = Self { out, json, close: None, characters: Utf8Stream::new(), count: 0, bytes: 0 };
         let done = work(&mut this);
@@ -127,14 +132,14 @@ impl Printer {
 /// Prints the ids of a text.
 pub(crate) fn tokenize(args: &Tokenize) -> Result<u8, Failure> {
     Printer::run(args.json, |to| {
-        let input = Input::open(args.text.as_ref().map(|text| text.as_bytes()), &args.file)?;
+        let input = Bytes::open(args.text.as_ref().map(|text| text.as_bytes()), &args.file)?;
         with_vocabulary(&args.model, |dir, vocabulary| write_ids(args, input, dir, vocabulary, to))
     })
 }
 
 fn write_ids(
     args: &Tokenize,
-    mut input: Input<'_>,
+    mut input: Bytes<'_>,
     dir: &Path,
     vocabulary: &Vocabulary<'_>,
     to: &mut Printer,
@@ -172,14 +177,14 @@ fn write_ids(
 /// Prints the bytes of ids.
 pub(crate) fn detokenize(args: &Detokenize) -> Result<u8, Failure> {
     Printer::run(args.json, |to| {
-        let input = Input::open(args.ids.as_ref().map(String::as_bytes), &args.file)?;
+        let input = Bytes::open(args.ids.as_ref().map(String::as_bytes), &args.file)?;
         with_vocabulary(&args.model, |dir, vocabulary| write_text(args, input, dir, vocabulary, to))
     })
 }
 
 fn write_text(
     args: &Detokenize,
-    mut input: Input<'_>,
+    mut input: Bytes<'_>,
     dir: &Path,
     vocabulary: &Vocabulary<'_>,
     to: &mut Printer,
@@ -265,24 +270,23 @@ fn with_vocabulary(
 }
 
 /// Where bytes come from.
-struct Input<'a> {
+struct Bytes<'a> {
     name: &'a Path,
     from: Box<dyn Read + 'a>,
 }
 
-impl<'a> Input<'a> {
+impl<'a> Bytes<'a> {
     /// What was given itself, or else the file.
     fn open(given: Option<&'a [u8]>, file: &'a Path) -> Result<Self, Failure> {
         let from: Box<dyn Read + 'a> = match given {
             Some(bytes) => Box::new(bytes),
-            None if file == Path::new("-") => Box::new(io::stdin().lock()),
-            None => Box::new(File::open(file).map_err(|e| Self::failed(file, &e))?),
+            None => Box::new(Input::open(file).map_err(|e| Self::failed(file, &e))?),
         };
         Ok(Self { name: file, from })
     }
 
     fn failed(name: &Path, error: &io::Error) -> Failure {
-        Failure::usage(format!("{}: {error}", name.display()), "--file takes a file, or - for standard input")
+        input::failed(name, error, "--file takes a file, or - for standard input")
     }
 
     /// Appends up to a block; false if there is no more to come.

@@ -44,6 +44,12 @@ fn a_pipe_that_nobody_opens_is_left_at_the_first_signal() {
         &["perplexity", "--file", text, "--nll-out"],
         &["ladder", "--budgets", "64M", "--out"],
         &["ladder", "--budgets", "64M", "--svg"],
+        &["batch", "--output", text, "--input"],
+        &["chat", "--message", "a", "--tools"],
+        &["chat", "--messages"],
+        &["verify", "--hash"],
+        &["tokenize", "--json", "--file"],
+        &["detokenize", "--json", "--file"],
     ] {
         let mut child =
             k3().args(args).arg(&pipe).arg(tiny()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("k3");
@@ -52,6 +58,83 @@ fn a_pipe_that_nobody_opens_is_left_at_the_first_signal() {
         send(&child, "-TERM");
         let status = ended(&mut child);
         assert!(status.signal() == Some(15) || status.code() == Some(143), "{args:?}: {status}");
+    }
+}
+
+/// The story: what a command of a dialogue opens is opened when signals have long been taken over, and the first
+/// one was not seen.
+#[test]
+fn a_dialogue_is_not_held_up_by_a_pipe_that_nobody_opens() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());
+    for command in ["/save", "/load"] {
+        let mut chat = k3();
+        chat.args(["chat", "--memory", "64M", "--quiet"]).arg(tiny());
+        let mut child = chat.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("k3");
+        let mut stdin = child.stdin.take().expect("stdin");
+        writeln!(stdin, "{command} {}", pipe.display()).expect("a line");
+        std::thread::sleep(Duration::from_millis(1500));
+        assert!(child.try_wait().expect("wait").is_none(), "{command} did not wait");
+        send(&child, "-TERM");
+        assert_eq!(ended(&mut child).code(), Some(143), "{command}");
+        drop(stdin);
+    }
+}
+
+/// A pipe that somebody opens later is written to and read from.
+#[test]
+fn a_pipe_is_waited_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo").success());
+    let late = || std::thread::sleep(Duration::from_millis(300));
+    let mut run = k3();
+    run.args(["run", "--ids", "1,2", "--max-tokens", "2", "--ignore-eos", "--quiet", "--trace"]).arg(&pipe).arg(tiny());
+    let mut child = run.stdout(Stdio::null()).spawn().expect("k3");
+    late();
+    let trace = std::fs::read(&pipe).expect("a trace");
+    assert!(ended(&mut child).success() && trace.len() >= 16, "{} bytes", trace.len());
+    // More than a pipe holds, in parts, with pauses.
+    let words = "some words ".repeat(20_000);
+    let mut count = k3();
+    count.args(["tokenize", "--json", "--count", "--file"]).arg(&pipe).arg(tiny());
+    let child = count.stdout(Stdio::piped()).spawn().expect("k3");
+    late();
+    let mut write = std::fs::File::options().write(true).open(&pipe).expect("the pipe");
+    for part in words.as_bytes().chunks(100_000) {
+        write.write_all(part).expect("write");
+        late();
+    }
+    drop(write);
+    let output = child.wait_with_output().expect("k3");
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(object["bytes"], words.len());
+}
+
+/// A signal ends what would never end, and what was begun as JSON is closed.
+#[test]
+fn a_signal_closes_the_object() {
+    for (signal, expected, word) in [("-INT", 130, "interrupted"), ("-TERM", 143, "terminated")] {
+        for command in ["tokenize", "detokenize"] {
+            let mut child = k3()
+                .args([command, "--json"])
+                .arg(tiny())
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::null())
+                .spawn()
+                .expect("k3");
+            let mut stdin = child.stdin.take().expect("stdin");
+            stdin.write_all(b"1 2 3 ").expect("write");
+            std::thread::sleep(Duration::from_millis(700));
+            send(&child, signal);
+            let output = child.wait_with_output().expect("k3");
+            drop(stdin);
+            assert_eq!(code(&output), expected);
+            let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+            assert!(object["error"].as_str().is_some_and(|error| error.contains(word)), "{object}");
+        }
     }
 }
 
