@@ -116,19 +116,23 @@ pub(crate) enum Experts {
     Lru,
 }
 
-/// How long a disk is waited for.
+/// How a disk is read.
 #[derive(Debug, Clone, Copy, Args)]
-pub(crate) struct IoTimeout {
+pub(crate) struct Reading {
     /// Seconds that a read may bring nothing before the command gives up; 0 waits for ever
     /// [default: 60].
-    #[arg(long = "io-timeout", value_name = "SECONDS")]
-    pub(crate) seconds: Option<u32>,
+    #[arg(long, value_name = "SECONDS")]
+    pub(crate) io_timeout: Option<u32>,
+
+    /// Reads no faster than so many GB a second, to see what another disk would do.
+    #[arg(long, value_name = "GB/S", hide = true)]
+    pub(crate) disk_limit: Option<f64>,
 }
 
-impl IoTimeout {
+impl Reading {
     /// How long a read may bring nothing.
     pub(crate) fn patience(self) -> Duration {
-        match self.seconds {
+        match self.io_timeout {
             None => PATIENCE,
             // Nobody waits for a century, and an instant can be that far away.
             Some(0) => Duration::from_secs(100 * 365 * 86_400),
@@ -170,16 +174,12 @@ pub(crate) struct Common {
     pub(crate) io: Io,
 
     #[command(flatten)]
-    pub(crate) io_timeout: IoTimeout,
+    pub(crate) reading: Reading,
 
     /// A packed trunk (k3 pack) to read instead of the shards' trunk; "auto" is trunk.k3 in MODEL_DIR if
     /// it is there and of this model, "none" is the shards.
     #[arg(long, value_name = "FILE", default_value = "auto")]
     pub(crate) trunk: PathBuf,
-
-    /// Reads no faster than so many GB a second, to see what another disk would do.
-    #[arg(long, value_name = "GB/S", hide = true)]
-    pub(crate) disk_limit: Option<f64>,
 
     /// Which experts stay in memory.
     #[arg(long, value_enum, default_value_t = Experts::Frequency)]
@@ -659,7 +659,7 @@ pub(crate) struct Pack {
     pub(crate) threads: Option<u16>,
 
     #[command(flatten)]
-    pub(crate) io_timeout: IoTimeout,
+    pub(crate) reading: Reading,
 
     /// Does not read the file back before it gets its name.
     #[arg(long)]
@@ -669,10 +669,6 @@ pub(crate) struct Pack {
     /// that it is not whole.
     #[arg(long, conflicts_with_all = ["lossless", "raw", "threads", "no_verify"])]
     pub(crate) verify: bool,
-
-    /// Reads no faster than so many GB a second: for tests.
-    #[arg(long, value_name = "GB/S", hide = true)]
-    pub(crate) disk_limit: Option<f64>,
 
     /// No progress and no summary.
     #[arg(long, short)]
@@ -735,11 +731,18 @@ pub(crate) struct Cachesim {
 /// Positions a plan makes room for when none are asked for.
 pub(crate) const PLAN_CONTEXT: usize = 4096;
 
+/// What a plan that nothing is run by is made for.
 #[derive(Debug, Args)]
-pub(crate) struct Plan {
+pub(crate) struct Planned {
     /// Positions the sequence may have.
     #[arg(long, value_name = "N", default_value_t = PLAN_CONTEXT)]
     pub(crate) context: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Plan {
+    #[command(flatten)]
+    pub(crate) planned: Planned,
 
     /// Speed of the disk in GB (10^9 bytes) a second [default: measured on the checkpoint for a second].
     #[arg(long, value_name = "GB/S", allow_negative_numbers = true)]
@@ -764,9 +767,8 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = DOCTOR_HELP)]
 pub(crate) struct Doctor {
-    /// Positions the sequence may have.
-    #[arg(long, value_name = "N", default_value_t = PLAN_CONTEXT)]
-    pub(crate) context: usize,
+    #[command(flatten)]
+    pub(crate) planned: Planned,
 
     #[command(flatten)]
     pub(crate) common: Common,
@@ -780,9 +782,8 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = INSPECT_HELP)]
 pub(crate) struct Inspect {
-    /// Positions of the sequence that the plan is made for.
-    #[arg(long, value_name = "N", default_value_t = PLAN_CONTEXT)]
-    pub(crate) context: usize,
+    #[command(flatten)]
+    pub(crate) planned: Planned,
 
     #[command(flatten)]
     pub(crate) common: Common,

@@ -362,7 +362,7 @@ fn model(args: &Args, kernels: Option<Kernels>, report: &mut Report) -> Result<A
     report.line("complete", format!("{} shards, {}", opened.checkpoint.index().shards().len(), human(inventory.files)));
     let mut files = text::vocabulary(&opened.checkpoint, false)?;
     let tokenizer = files.as_mut().map(VocabularyFiles::load).transpose()?.map_or(0, |v| v.bytes());
-    let context = args.context.max(1);
+    let context = args.planned.context.max(1);
     let plan = opened.plan(Wanted { context, prompt: 16, tokenizer, ..Wanted::default() });
     let lens: Vec<u64> = opened.checkpoint.index().shards().iter().map(|s| s.len).collect();
     let expert = usize::try_from(inventory.expert_bytes).unwrap_or(EXPERT);

@@ -20,7 +20,7 @@ pub(crate) fn inspect(args: &Args) -> Result<u8, Failure> {
     }
     let opened = Options::new(&args.common)?.open()?;
     let inventory = Inventory::of(&opened.checkpoint);
-    let context = args.context.max(1);
+    let context = args.planned.context.max(1);
     // A budget that is too small for a run says nothing about the checkpoint.
     let plan = match opened.plan(Wanted { context, prompt: context, ..Wanted::default() }) {
         Ok(plan) => Ok(plan),

@@ -298,10 +298,10 @@ impl Task<'_> {
         if let Some(chunk) = common.chunk {
             command.args(["--chunk", &chunk.to_string()]);
         }
-        if let Some(seconds) = common.io_timeout.seconds {
+        if let Some(seconds) = common.reading.io_timeout {
             command.args(["--io-timeout", &seconds.to_string()]);
         }
-        if let Some(limit) = common.disk_limit {
+        if let Some(limit) = common.reading.disk_limit {
             command.args(["--disk-limit", &limit.to_string()]);
         }
         if common.quiet {

@@ -19,8 +19,8 @@ use std::sync::atomic::AtomicBool;
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn pack(args: &Args) -> Result<u8, Failure> {
     let stop = signals::watch()?;
-    let opener = throttled(faults::wrap(&Disk::new(Mode::Direct))?, args.disk_limit);
-    let patience = args.io_timeout.patience();
+    let opener = throttled(faults::wrap(&Disk::new(Mode::Direct))?, args.reading.disk_limit);
+    let patience = args.reading.patience();
     let opener: Arc<dyn Source> = Arc::new(Patient::new(opener, patience, Arc::clone(&stop)));
     if args.verify {
         return check(args, &opener, &stop);
@@ -80,7 +80,7 @@ pub(crate) fn pack(args: &Args) -> Result<u8, Failure> {
 
 /// Exit code 1 if the file is not what it was, or not that of the model.
 fn check(args: &Args, opener: &Arc<dyn Source>, stop: &Arc<AtomicBool>) -> Result<u8, Failure> {
-    let (path, quiet, patience) = (&args.first, args.quiet, args.io_timeout.patience());
+    let (path, quiet, patience) = (&args.first, args.quiet, args.reading.patience());
     let failed = |error: Error| {
         // A file that is there and is no whole pack is what this command is asked about.
         let failed = matches!(&error, Error::Pack(e) if !matches!(e.fault, PackFault::Version(_)));

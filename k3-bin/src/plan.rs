@@ -25,7 +25,7 @@ pub(crate) fn plan(args: &Args) -> Result<u8, Failure> {
     let opened = Options::new(&args.common)?.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, false)?;
     let tokenizer = files.as_mut().map(VocabularyFiles::load).transpose()?.map_or(0, |v| v.bytes());
-    let context = args.context.max(1);
+    let context = args.planned.context.max(1);
     let wanted = Wanted { context, prompt: context, tokenizer, ..Wanted::default() };
     let plan = opened.plan(wanted)?;
     let raw = opened.plan_of_shards(wanted);

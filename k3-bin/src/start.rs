@@ -128,7 +128,7 @@ impl<'a> Options<'a> {
     }
 
     fn patience(&self) -> Duration {
-        self.common.io_timeout.patience()
+        self.common.reading.patience()
     }
 
     /// Memory that may be used (bytes).
@@ -167,7 +167,7 @@ impl<'a> Options<'a> {
             Some(included) => included,
             None => faults::wrap(&disk)?,
         };
-        let source = throttled(source, self.common.disk_limit);
+        let source = throttled(source, self.common.reading.disk_limit);
         let source = Arc::new(Patient::new(source, self.patience(), Arc::clone(&stop)));
         Ok(Located { options: self, disk, demo, stop, source, dir })
     }
