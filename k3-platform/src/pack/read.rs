@@ -384,7 +384,7 @@ fn walk(
     each: &mut dyn FnMut(u64),
     mut look: impl FnMut(&Segment, &[u8]) -> Result<Option<Tensor>, Error>,
 ) -> Result<Vec<Different>, Error> {
-    let fetch = Fetch::new(files, AHEAD, Arc::clone(stop))?;
+    let fetch = Fetch::new(files, AHEAD.min(pack.table.segments.len()), Arc::clone(stop))?;
     let (send, answers) = channel();
     let mut numbers = 0..pack.table.segments.len();
     let mut flying: HashMap<u64, Segment> = HashMap::new();
