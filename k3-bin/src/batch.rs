@@ -131,7 +131,8 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     }
     report::damage(&stats);
     for (job, error) in &failed {
-        let message = format!("{}: line {} (id {}): {}", args.input.display(), job.line, job.id, error.message);
+        let id = lines::shown(&job.id);
+        let message = format!("{}: line {} (id {id}): {}", args.input.display(), job.line, error.message);
         Failure { code: error.code, message, hint: None }.print();
     }
     if let (Some((_, error)), false) = (failed.first(), outcome.cancelled) {

@@ -66,7 +66,7 @@ pub fn read(path: &Path, bytes: &[u8], defaults: &Defaults) -> Result<Vec<Line>,
         match line(defaults, number, bytes) {
             Ok(line) => {
                 if let Some(first) = seen.insert(line.id.to_string(), number) {
-                    faults.push(format!("line {number}: id {} is that of line {first}", line.id));
+                    faults.push(format!("line {number}: id {} is that of line {first}", shown(&line.id)));
                 }
                 lines.push(line);
             }
@@ -131,14 +131,14 @@ fn line(defaults: &Defaults, number: usize, bytes: &[u8]) -> Result<Line, String
 fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Option<u64>, String> {
     let Some(value) = fields.remove(name) else { return Ok(None) };
     let n = value.as_u64().filter(|n| *n <= most);
-    n.map(Some).ok_or_else(|| format!("{name:?} is no count up to {most}: {value}"))
+    n.map(Some).ok_or_else(|| format!("{name:?} is no count up to {most}: {}", shown(&value)))
 }
 
 /// How the ids of a line are chosen. What its fields mean together is looked at by `sampling::Chosen::new`.
 fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Sampling, String> {
     let mut number = |name: &str| match fields.remove(name) {
         None => Ok(None),
-        Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {value}")),
+        Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {}", shown(&value))),
     };
     let (temperature, top_p, min_p) = (number("temperature")?, number("top_p")?, number("min_p")?);
     let repeat_penalty = number("repeat_penalty")?;
@@ -173,21 +173,35 @@ fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Sampl
 #[expect(clippy::cast_possible_truncation, reason = "a bias is an f32, as on the command line")]
 fn bias((id, value): (&String, &Value)) -> Result<(u32, f32), String> {
     let number = if value == "-inf" { Some(f32::NEG_INFINITY) } else { value.as_f64().map(|v| v as f32) };
-    let fault = || format!("{id:?}: {value} in \"logit_bias\" is no id and its number or \"-inf\"");
+    let fault = || format!("{id:?}: {} in \"logit_bias\" is no id and its number or \"-inf\"", shown(value));
     id.parse().ok().zip(number).ok_or_else(fault)
 }
 
 fn stop(value: &Value) -> Result<Stop, String> {
     match value {
         Value::String(text) if !text.is_empty() => Ok(Stop::Text(text.clone().into_bytes())),
-        Value::Number(_) => Ok(Stop::Id(token(value).map_err(|_| format!("{value} in \"stop\" is no token id"))?.0)),
-        _ => Err(format!("{value} in \"stop\" is neither a text nor an id")),
+        Value::Number(_) => {
+            Ok(Stop::Id(token(value).map_err(|_| format!("{} in \"stop\" is no token id", shown(value)))?.0))
+        }
+        _ => Err(format!("{} in \"stop\" is neither a text nor an id", shown(value))),
     }
 }
 
 fn token(value: &Value) -> Result<TokenId, String> {
     let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-    id.map(TokenId).ok_or_else(|| format!("{value} in \"ids\" is no token id"))
+    id.map(TokenId).ok_or_else(|| format!("{} in \"ids\" is no token id", shown(value)))
+}
+
+/// JSON for a message: without the control characters that JSON leaves as they are.
+pub(crate) fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    text.chars().fold(String::with_capacity(text.len()), |mut shown, c| {
+        match c {
+            c if c.is_control() => shown += &format!("\\u{:04x}", u32::from(c)),
+            c => shown.push(c),
+        }
+        shown
+    })
 }
 
 /// What a batch has written so far.
@@ -230,5 +244,35 @@ impl Written {
             }
         }
         Ok(Self { whole, done })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The stories: DEL and the controls behind it, which JSON does not escape, reached the terminal; and a number
+    /// that is an id was another one when it was read again, so that its result was of no prompt.
+    #[test]
+    fn ids_and_messages_are_what_was_written() {
+        let read = |text: &str| read(Path::new("in"), text.as_bytes(), &Defaults::new(1));
+        for (line, part) in [
+            ("{\"id\":1,\"ids\":[1],\"logit_bias\":{\"9\":\"\u{7f}inf\"}}", "\\u007finf"),
+            ("{\"id\":1,\"ids\":[\"\u{85}\"]}", "\\u0085"),
+            ("{\"id\":1,\"ids\":[1],\"seed\":\"\u{9b}2J\"}", "\\u009b2J"),
+            ("{\"id\":\"\u{9b}\",\"ids\":[1]}\n{\"id\":\"\u{9b}\",\"ids\":[1]}", "line 2: id \"\\u009b\""),
+        ] {
+            let message = read(line).unwrap_err().message;
+            assert!(message.contains(part) && !message.contains(char::is_control), "{message:?}");
+        }
+        for id in
+            ["0.1", "2.2250738585072014e-308", "5e-324", "1.7976931348623157e308", "9007199254740993.0", "3.1e-200"]
+        {
+            let lines = read(&format!("{{\"id\":{id},\"ids\":[1]}}")).unwrap();
+            let file = format!("h\n{{\"id\":{}}}\n", lines[0].id);
+            let all = Written { whole: file.len(), done: vec![true] };
+            assert_eq!(Written::parse(file.as_bytes(), b"h\n", lines.iter().map(|l| &l.id)), Ok(all), "{id}");
+            assert_eq!(lines[0].id.as_f64(), id.parse().ok());
+        }
     }
 }
