@@ -86,7 +86,8 @@ pub enum ForwardError<E> {
     TornState,
     /// Stopped: the weights could not be lent.
     Weights(E),
-    /// Stopped: a tensor arrived with another size than its config asks for, or in another order.
+    /// Stopped: a tensor did not arrive, or arrived twice, or with another size than its config asks for, or
+    /// its rows in another order than [`Weights`](crate::model::Weights) says.
     Incomplete {
         /// The tensor.
         tensor: Tensor,
@@ -158,9 +159,9 @@ impl<E: core::fmt::Display> core::fmt::Display for ForwardError<E> {
             }
             Self::TornState => f.write_str("an earlier pass stopped half-way: the state must be reset"),
             Self::Weights(e) => e.fmt(f),
-            Self::Incomplete { tensor } => write!(f, "{tensor} did not arrive whole"),
+            Self::Incomplete { tensor } => write!(f, "{tensor} did not arrive whole, once and in order"),
             Self::Expert { layer, expert } => {
-                write!(f, "expert {} of layer {} did not arrive whole", expert.0, layer.0)
+                write!(f, "expert {} of layer {} did not arrive whole and once", expert.0, layer.0)
             }
             Self::ALogTail { layer } => {
                 write!(f, "A_log of layer {} has values past num_heads, so it belongs to another config", layer.0)

@@ -470,49 +470,64 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         }
     }
 
+    /// Decodes the rows of `ids`, each of which must come once.
     fn embed(&mut self, ids: &[TokenId], out: &mut [f32]) -> Step<W> {
         let Model { config: c, backend, .. } = self.model;
-        let (hidden, mut rows) = (c.hidden_size, 0);
-        let each = &mut |i: usize, bytes: &[u8]| {
-            if bytes.len() == hidden * 2 && i < ids.len() {
-                backend.decode_bf16(bytes, &mut out[i * hidden..][..hidden]);
+        let (hidden, mut rows, mut fits) = (c.hidden_size, 0, true);
+        // A row that has not come begins with a NaN. One that has come with a NaN stops the pass anyway.
+        for row in out.chunks_exact_mut(hidden) {
+            row[0] = f32::NAN;
+        }
+        let each = &mut |i: usize, bytes: &[u8]| match out.chunks_exact_mut(hidden).nth(i) {
+            Some(row) if bytes.len() == hidden * 2 && row[0].is_nan() => {
+                backend.decode_bf16(bytes, row);
                 rows += 1;
             }
+            _ => fits = false,
         };
         self.weights.embed(ids, each).map_err(ForwardError::Weights)?;
-        if rows == ids.len() {
+        if fits && rows == ids.len() {
             Ok(())
         } else {
             Err(ForwardError::Incomplete { tensor: Tensor::Global(GlobalTensor::Embed) })
         }
     }
 
-    /// Decodes a vector into the front of `out`, which may be longer only for `A_log`.
+    /// Lends a vector of `len` elements to `each` and sees to it that it came whole, and once: `each` may
+    /// change what it writes to. `A_log` may also come without its padding.
+    fn lend(&mut self, tensor: Tensor, len: usize, mut each: impl FnMut(&[u8])) -> Step<W> {
+        let c = self.model.config;
+        let size = length(tensor.spec(c).dtype.size());
+        let unpadded = matches!(tensor, Tensor::Layer(_, LayerTensor::ALog)).then_some(c.kda_num_heads * size);
+        let (mut came, mut fits) = (false, true);
+        self.weights
+            .vector(tensor, &mut |bytes| {
+                fits &= !came && (bytes.len() == len * size || Some(bytes.len()) == unpadded);
+                if fits {
+                    each(bytes);
+                    came = true;
+                }
+            })
+            .map_err(ForwardError::Weights)?;
+        if fits && came { Ok(()) } else { Err(ForwardError::Incomplete { tensor }) }
+    }
+
+    /// Decodes a vector into the front of `out`, and zeros behind it.
     fn vector(&mut self, tensor: Tensor, out: &mut [f32]) -> Step<W> {
         let backend = self.model.backend;
         let dtype = tensor.spec(self.model.config).dtype;
-        let padded = matches!(tensor, Tensor::Layer(_, LayerTensor::ALog));
-        let mut whole = false;
-        self.weights
-            .vector(tensor, &mut |bytes| {
-                let count = bytes.len() / if dtype == Dtype::Bf16 { 2 } else { 4 };
-                if count > out.len() || (count < out.len() && !padded) {
-                    return;
+        self.lend(tensor, out.len(), |bytes| {
+            if dtype == Dtype::Bf16 {
+                backend.decode_bf16(bytes, out);
+            } else {
+                let (floats, _) = bytes.as_chunks::<4>();
+                let (front, tail) = out.split_at_mut(floats.len());
+                for (o, b) in front.iter_mut().zip(floats) {
+                    *o = f32::from_le_bytes(*b);
                 }
-                out[count..].fill(0.0);
-                if dtype == Dtype::Bf16 {
-                    backend.decode_bf16(bytes, &mut out[..count]);
-                } else {
-                    for (o, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                        *o = f32::from_le_bytes(*b);
-                    }
-                }
-                whole = true;
-            })
-            .map_err(ForwardError::Weights)?;
-        if !whole {
-            return Err(ForwardError::Incomplete { tensor });
-        }
+                tail.fill(0.0);
+            }
+        })?;
         // Sigmoids and caps would turn an infinity into an ordinary number.
         finite(out, out.len(), Place::Weight(tensor))
     }
@@ -556,20 +571,12 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     /// Norm weight times projection weight (spec 3.1).
     fn fold(&mut self, layer: LayerIndex, norm: LayerTensor, proj: LayerTensor, out: &mut [f32]) -> Step<W> {
         self.vector(Tensor::Layer(layer, norm), out)?;
-        let mut whole = false;
         let tensor = Tensor::Layer(layer, proj);
-        self.weights
-            .vector(tensor, &mut |bytes| {
-                let (pairs, _) = bytes.as_chunks::<2>();
-                whole = bytes.len() == out.len() * 2;
-                for (o, b) in out.iter_mut().zip(pairs) {
-                    *o *= half::bf16::from_le_bytes(*b).to_f32();
-                }
-            })
-            .map_err(ForwardError::Weights)?;
-        if !whole {
-            return Err(ForwardError::Incomplete { tensor });
-        }
+        self.lend(tensor, out.len(), |bytes| {
+            for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *o *= half::bf16::from_le_bytes(*b).to_f32();
+            }
+        })?;
         finite(out, out.len(), Place::Weight(tensor))
     }
 

@@ -189,6 +189,8 @@ impl<'a> Workspace<'a> {
     }
 
     fn walk(w: &mut impl Walker<'a>, c: &ModelConfig, extent: Extent) -> Result<Self, BufferError> {
+        // Attention has scratch for each thread, and there is at least the caller.
+        let extent = Extent { width: extent.width.max(1), ..extent };
         let (n, hidden) = (extent.chunk, c.hidden_size);
         let any_dense = c.layers().any(|l| c.mlp_kind(l) == MlpKind::Dense);
         let any_moe = c.layers().any(|l| c.mlp_kind(l) == MlpKind::Moe);
