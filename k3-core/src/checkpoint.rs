@@ -92,6 +92,12 @@ impl GlobalTensor {
     /// All of them; the order is that of their slots.
     pub const ALL: [Self; 5] = [Self::Embed, Self::OutResNorm, Self::OutResProj, Self::FinalNorm, Self::LmHead];
 
+    /// Whether it is small and asked for whole; else it is a matrix.
+    #[must_use]
+    pub const fn is_vector(self) -> bool {
+        !matches!(self, Self::Embed | Self::LmHead)
+    }
+
     /// The name without `language_model.` in front.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -375,13 +381,14 @@ pub enum Tensor {
 pub enum Named {
     /// A tensor of the text model.
     Known(Tensor),
-    /// A tensor that is never read: vision tower, projector, multi-token prediction.
+    /// A tensor that is never read, and to be skipped: vision tower, projector, multi-token prediction.
     Ignored,
-    /// No tensor of this model; also one whose layer is of another kind or does not exist.
+    /// No tensor of this model; also one whose layer is of another kind or does not exist. Files that have one
+    /// do not belong to the config.
     Unknown,
 }
 
-/// Longest name in bytes that any tensor of any config has, rounded up.
+/// Bytes in the longest [`Tensor`] name of any config, rounded up: room for one in a buffer.
 pub const NAME_MAX: usize = 96;
 
 const PREFIX: &str = "language_model.";
@@ -532,9 +539,10 @@ impl Tensor {
 
     /// Whether a file may hold the tensor with this dtype and shape: that of [`Tensor::spec`].
     ///
-    /// `A_log` alone may have another length: the release pads `[kda_heads]` with zeros to
-    /// `[kda_head_dim]`, other files do not pad (spec 7.2). Whoever reads it takes the first
-    /// `kda_num_heads` and requires the rest to be zero.
+    /// `A_log` alone may have another shape: the release pads `[kda_heads]` with zeros to
+    /// `[kda_head_dim]`, other files do not pad (spec 7.2). Exactly `[kda_heads]` is accepted besides the shape of
+    /// [`Tensor::spec`], which is the longer of the two. The forward pass takes the first `kda_num_heads` and refuses the rest if it is
+    /// not zero.
     ///
     /// # Errors
     /// [`ShapeFault`]: the first thing that differs.
@@ -559,7 +567,7 @@ impl Tensor {
         }
     }
 
-    /// Whether it may be kept in the lossless code of [`crate::coded`]: bf16 matrices that are used by
+    /// Whether it may be kept in the lossless code of [`coded`](crate::coded): bf16 matrices that are used by
     /// multiplying with them, and the embedding, of which a row is decoded at a time.
     ///
     /// Vectors are few bytes (0.1% of the released trunk) and decoded whole. `KvB` is asked for sums
@@ -568,7 +576,7 @@ impl Tensor {
     #[must_use]
     pub const fn may_be_coded(self) -> bool {
         match self {
-            Self::Global(t) => matches!(t, GlobalTensor::Embed | GlobalTensor::LmHead),
+            Self::Global(t) => !t.is_vector(),
             Self::Layer(_, LayerTensor::KvB) | Self::Expert(..) => false,
             Self::Layer(_, t) => !t.is_vector(),
         }

@@ -9,11 +9,11 @@
 //!
 //! ```text
 //! config.json --config--> ModelConfig            shards --safetensors, checkpoint--> which bytes are which tensor
-//! prompt ------tokenizer::encode--> ids --model::forward--> logits --ops::sample--> id --tokenizer::Decoder--> bytes
+//! prompt ------tokenizer::encode--> ids --Model::forward--> logits --ops::sample--> id --tokenizer::Decoder--> bytes
 //!
-//! model::forward, for each layer:
-//!     residual mix -> norm -> attention (ops::kda | ops::mla)  -> add
-//!     residual mix -> norm -> MLP       (dense | ops::moe)     -> add
+//! Model::forward, for each layer:
+//!     residual mix -> norm -> attention (KDA | MLA)                  -> add
+//!     residual mix -> norm -> MLP       (dense | mixture of experts) -> add
 //! then residual mix -> norm -> lm_head
 //! ```
 //!
@@ -32,10 +32,15 @@
 //! 7. [`backend`] holds the kernels: a scalar definition, and AVX2 and AVX-512 forms of the same bits.
 //!    [`math`] has the three functions no machine agrees on, in one form.
 //!
+//! "Spec 3.3" and the like are sections of a description of the model that was drawn up from the released
+//! config and modelling code: 1 the config, 2 the tensors, 3 the forward pass, 4 MXFP4, 5 tokenizer and chat,
+//! 6 sizes in memory, 7 open questions. It is not published with this crate; what is computed is said again
+//! where it is computed.
+//!
 //! # Example
 //!
-//! A whole model in a few kilobytes of constants; its `Weights` is one screen long and is a good
-//! place to start an own one from.
+//! A whole model in a few kilobytes of constants, which are in the package's `tests/tiny/mod.rs`. To start
+//! from, take the one over a real checkpoint that [`Weights`](model::Weights) shows.
 //!
 //! ```
 //! use k3_core::backend::Backend;
@@ -80,6 +85,10 @@
 //!
 //! # Embedding
 //!
+//! Needs Rust 1.89. There are no Cargo features. The dependencies are bytemuck, half and libm, none with std,
+//! and cpufeatures on x86; a build script makes a table of Unicode classes out of two crates that only it
+//! needs. The licence is Apache-2.0.
+//!
 //! What an embedder writes is [`Weights`](model::Weights), and an [`Executor`](exec::Executor) if there
 //! are threads. The way from files to ids, each step with the memory it takes:
 //!
@@ -87,18 +96,23 @@
 //!    asked for everywhere.
 //! 2. For each shard, [`safetensors::header_len`] of its first eight bytes, then
 //!    [`Header::parse`](safetensors::Header::parse) of so many that follow. For each entry,
-//!    [`Tensor::parse_json`](checkpoint::Tensor::parse_json) says which tensor it is,
-//!    [`Tensor::accepts`](checkpoint::Tensor::accepts) whether its shape is right, and
+//!    [`Tensor::parse_json`](checkpoint::Tensor::parse_json) says which tensor it is: skip one that is
+//!    [`Ignored`](checkpoint::Named::Ignored), and refuse the checkpoint for one that is
+//!    [`Unknown`](checkpoint::Named::Unknown), since config and files do not belong together.
+//!    [`Tensor::accepts`](checkpoint::Tensor::accepts) says whether its shape is right, and
 //!    [`checkpoint::slot`] under which number, below [`checkpoint::slot_count`], to keep its place.
-//!    [`checkpoint::expected`] lists what must be there. Headers say everything, so
-//!    `model.safetensors.index.json` is only needed by who does not want to read them all.
+//!    A slot that is taken already is the embedder's to refuse; [`checkpoint::expected`] lists what must be
+//!    there. Headers say everything, so `model.safetensors.index.json` is only needed by who does not want to
+//!    read them all.
 //! 3. [`Vocab::required`](tokenizer::Vocab::required) lines for [`Vocab::load`](tokenizer::Vocab::load) of
 //!    `tiktoken.model`; [`Specials::new`](tokenizer::Specials::new) above its ranks, which knows the released
-//!    names, so that `tokenizer_config.json` is only needed where names were changed;
-//!    [`tokenizer::scratch_len`] lines for [`tokenizer::encode`] of plain text. A conversation is put into the
-//!    model's form by [`chat::Prompt`].
+//!    names, so that `tokenizer_config.json` is only needed where names were changed. Its
+//!    [`end`](tokenizer::Specials::end) must be the config's `vocab_size`, or vocabulary and model do not belong
+//!    together; nothing else compares them.
+//!    [`tokenizer::scratch_len`] lines for [`tokenizer::encode`] of plain text, and room for as many ids as the
+//!    text has bytes at most. A conversation is put into the model's form by [`chat::Prompt`].
 //! 4. [`State::lines`](model::State::lines) and [`Workspace::lines`](model::Workspace::lines), and
-//!    `vocab_size` logits.
+//!    `vocab_size` logits. [`carve`] shows how one buffer serves for all.
 //! 5. [`Model::forward`](model::Model::forward) over the prompt, in chunks of any size, then over one id
 //!    at a time. A chunk whose logits nobody wants is given an empty slice for them, the last one a row for
 //!    its last position. [`argmax`](ops::sample::argmax) of that row is the next id;
@@ -106,20 +120,27 @@
 //!    [`Decoder`](tokenizer::Decoder) its bytes.
 //!
 //! The unit of memory is a [`Line`](carve::Line) of 64 bytes, on a border of 64; what it holds before does
-//! not matter. Weights are lent as they lie in the shards, little-endian and at any alignment; a machine of
-//! the other byte order does nothing about it. The repository's `cross/embed` is all of this as a C library
-//! and a wasm module; its `Weights` over one buffer, with the reading of headers and an executor, is a file
-//! of 160 lines.
+//! not matter. How many are needed depends on the config, and is not known when a `static` is compiled: its
+//! length has to be guessed, and compared with the sum of the `lines`. Whoever gives too few gets a
+//! [`BufferError`](carve::BufferError) that says how many would do; whoever gives more, has the front used.
+//!
+//! *Stack*, in an optimised build: a pass takes less than 128 KiB on each thread, whatever the model; all else
+//! takes less, but for JSON in [`chat`] that is nested to the limit of [`json::MAX_DEPTH`], with which sorting
+//! keys takes up to 256 KiB.
+//!
+//! Weights are lent as they lie in the shards, little-endian and at any alignment; a machine of
+//! the other byte order does nothing about it. The folder `cross/embed` of the repository, which is not in this
+//! package, is all of this as a C library and a wasm module.
 //!
 //! # Versions
 //!
 //! Semantic versioning, with one addition: *the bits are part of the interface.* A release that changes a
 //! logit, or an id of an encoding, of any input that was accepted is a major one, whatever its signatures.
 //! Errors and what they list are `#[non_exhaustive]`; a new one, a back end, or a file that is refused
-//! with a better reason is minor. So is a newer Rust than 1.89, said in the change log. Before 1.0 the
+//! with a better reason is minor. So is the need of a newer Rust, said in the change log. Before 1.0 the
 //! middle number counts as the major one. Sizes ([`State::lines`](model::State::lines) and its like) are to
 //! be asked for and not to be written down. One dependency shows: parts are carved as
-//! [`bytemuck::Pod`] types of bytemuck 1.
+//! `Pod` types of bytemuck 1.
 //!
 //! # The floating-point contract
 //!

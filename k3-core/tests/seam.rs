@@ -6,9 +6,10 @@
 #[path = "tiny/mod.rs"]
 mod tiny;
 
-use k3_core::backend::Backend;
+use k3_core::backend::{Backend, Layout, Panel};
 use k3_core::carve::Line;
 use k3_core::checkpoint::{GlobalTensor, LayerTensor, Tensor, head_tensors, layer_tensors};
+use k3_core::coded::{CodedMatrix, coded_len, encode};
 use k3_core::config::ModelConfig;
 use k3_core::exec::{Executor, Serial, Split};
 use k3_core::model::{Extent, ForwardError, Model, State, Weights, Workspace};
@@ -131,19 +132,21 @@ impl Weights for Host<'_> {
     }
 }
 
-/// A pass over [`IDS`], and the logits' bits.
-fn pass(
-    fault: Fault,
-    exec: &impl Executor,
-    width: usize,
-) -> (Result<(), ForwardError<ViewError>>, bool, usize, Vec<u32>) {
+/// A pass over [`IDS`]: its result, whether the state is torn, experts of the last list, the logits' bits.
+type Passed = (Result<(), ForwardError<ViewError>>, bool, usize, Vec<u32>);
+
+fn pass(fault: Fault, exec: &impl Executor, width: usize) -> Passed {
+    pass_on(Backend::detect(), fault, exec, width)
+}
+
+fn pass_on(backend: Backend, fault: Fault, exec: &impl Executor, width: usize) -> Passed {
     let config = ModelConfig::parse(CONFIG).unwrap();
     let extent = Extent { chunk: IDS.len(), context: 8, width };
     let mut memory = vec![Line::ZERO; State::lines(&config, 8).unwrap()];
     let mut state = State::new(&mut memory, &config, 8).unwrap();
     let mut scratch = vec![Line::ZERO; Workspace::lines(&config, extent).unwrap()];
     let mut workspace = Workspace::new(&mut scratch, &config, extent).unwrap();
-    let model = Model { config: &config, backend: Backend::detect(), exec };
+    let model = Model { config: &config, backend, exec };
     let mut host = Host { tiny: Tiny { config: &config, block: usize::MAX }, fault, picked: 0 };
     let mut logits = vec![0.0; config.vocab_size];
     let result = model.forward(&mut host, &mut state, &mut workspace, &IDS, &mut logits, &mut ());
@@ -163,7 +166,8 @@ fn asked() -> (Vec<Tensor>, Vec<Tensor>) {
     let layers = config.layers().flat_map(|l| layer_tensors(&config, l).map(move |t| Tensor::Layer(l, t)));
     layers.chain(head_tensors().map(Tensor::Global)).partition(|tensor| match *tensor {
         Tensor::Layer(_, t) => t.is_vector(),
-        tensor => tensor != Tensor::Global(GlobalTensor::LmHead),
+        Tensor::Global(t) => t.is_vector(),
+        Tensor::Expert(..) => unreachable!(),
     })
 }
 
@@ -291,4 +295,30 @@ fn a_width_is_at_least_one_and_need_not_be_the_executors() {
     assert_eq!(Workspace::lines(&config, extent(0)), Workspace::lines(&config, extent(1)));
     let mut scratch = vec![Line::ZERO; Workspace::lines(&config, extent(0)).unwrap()];
     assert_eq!(Workspace::new(&mut scratch, &config, extent(0)).unwrap().extent(), extent(1));
+}
+
+/// The crate's documentation names the figure. The largest part is the lanes that wait for the next columns.
+#[test]
+#[cfg_attr(target_family = "wasm", ignore = "there are no threads")]
+fn a_pass_takes_less_than_128_kib_of_stack() {
+    let pass = |backend| {
+        pass_on(backend, Fault::None, &Serial, 1).0.unwrap();
+        // Tiny has no coded matrix.
+        let (rows, cols) = (49, 1100);
+        let raw: Vec<u8> = [0x80, 0x3f].repeat(rows * cols);
+        let mut block = vec![0; coded_len(rows, cols, 0).unwrap()];
+        let len = encode(&raw, rows, cols, &mut block).unwrap();
+        let coded = CodedMatrix::new(&block[..len], rows, cols).unwrap();
+        for positions in [1, 17] {
+            let mut panel = vec![0.0; Panel::len(cols, positions).unwrap()];
+            let panel = backend.pack(Layout::Bf16, &vec![1.0; positions * cols], cols, positions, &mut panel);
+            let mut out = vec![0.0; rows * positions];
+            backend.matmul_coded(coded, &panel, &mut out);
+            assert!(out.iter().all(|&sum| (sum - 1100.0).abs() < 0.5), "{}", backend.name());
+        }
+    };
+    for backend in Backend::available() {
+        let small = std::thread::Builder::new().stack_size(128 << 10);
+        small.spawn(move || pass(backend)).unwrap().join().unwrap();
+    }
 }

@@ -614,3 +614,25 @@ fn a_tag_is_refused_that_could_not_be_read_back() {
         assert_eq!(tag(1), Err(ChatError::Tag { len: TAG_BYTES + 1, most: TAG_BYTES }));
     }
 }
+
+/// Keys are sorted level by level. The crate's documentation names the figure.
+#[test]
+#[cfg_attr(target_family = "wasm", ignore = "there are no threads")]
+fn tools_at_the_limit_of_nesting_take_less_than_256_kib_of_stack() {
+    let render = || {
+        let tools = (2..crate::json::MAX_DEPTH).fold("[]".into(), |json: String, _| format!("{{\"a\":{json}}}"));
+        let tools = format!("[{tools}]");
+        let prompt = Prompt { tools: Some(&tools), ..Prompt::new(&[]) };
+        let mut text = std::vec![0; prompt.text_len().unwrap()];
+        let mut parts = 0;
+        let count = |_: Part<'_>| {
+            parts += 1;
+            Ok::<(), core::convert::Infallible>(())
+        };
+        prompt.render(&mut text, count).unwrap();
+        assert!(parts > 0);
+        let deeper = Prompt { tools: Some(&format!("[{tools}]")), ..Prompt::new(&[]) };
+        assert!(matches!(deeper.text_len(), Err(ChatError::Tools(JsonError::TooDeep { .. }))));
+    };
+    std::thread::Builder::new().stack_size(256 << 10).spawn(render).unwrap().join().unwrap();
+}
