@@ -14,6 +14,33 @@
 //! assert!(carver.take::<u8>(1).is_err());
 //! # Ok::<(), k3_core::carve::BufferError>(())
 //! ```
+//!
+//! A [`Line`] can be carved itself, so one buffer serves for all that a model needs:
+//!
+//! ```
+//! use k3_core::carve::{BufferError, Carver, Line};
+//! use k3_core::config::ModelConfig;
+//! use k3_core::model::{Extent, State, Workspace};
+//!
+//! fn carve(memory: &mut [Line], config: &ModelConfig) -> Result<(), BufferError> {
+//!     let extent = Extent { chunk: 4, context: 32, width: 1 };
+//!     let state = State::lines(config, extent.context).ok_or(BufferError::Overflow)?;
+//!     let workspace = Workspace::lines(config, extent).ok_or(BufferError::Overflow)?;
+//!
+//!     let mut carver = Carver::new(memory);
+//!     let mut state = State::new(carver.take(state)?, config, extent.context)?;
+//!     let mut workspace = Workspace::new(carver.take(workspace)?, config, extent)?;
+//!     let logits = carver.take::<f32>(config.vocab_size)?;
+//!     // ...
+//! #   assert!(state.position() == 0 && workspace.extent() == extent && logits.len() == config.vocab_size);
+//! #   let _ = (&mut state, &mut workspace);
+//!     Ok(())
+//! }
+//! # let config = include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tiny/config.json"));
+//! # let config = ModelConfig::parse(config).unwrap();
+//! # carve(&mut vec![Line::ZERO; 4096], &config).unwrap();
+//! # assert!(matches!(carve(&mut [], &config), Err(BufferError::TooSmall { given: 0, .. })));
+//! ```
 
 use bytemuck::{Pod, Zeroable};
 
@@ -42,9 +69,9 @@ impl Line {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BufferError {
-    /// The slice has too few lines.
+    /// The slice has too few lines. Both numbers count from its front.
     TooSmall {
-        /// Lines that are needed.
+        /// Lines that are needed, up to the end of the part that did not fit.
         needed: usize,
         /// Lines that were given.
         given: usize,
@@ -84,7 +111,8 @@ impl<'a> Carver<'a> {
     /// caller's memory held.
     ///
     /// # Errors
-    /// [`BufferError`] if the slice is used up.
+    /// [`BufferError`] if not enough of the slice is left. Its numbers are of the whole slice, with what was
+    /// taken before. The carver is used up then, also for smaller parts.
     pub fn take<T: Pod>(&mut self, count: usize) -> Result<&'a mut [T], BufferError> {
         let lines = Line::of::<T>(count).ok_or(BufferError::Overflow)?;
         let given = self.taken.saturating_add(self.rest.len());

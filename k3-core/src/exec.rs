@@ -90,12 +90,58 @@ impl<A: Split, B: Split> Split for (A, B) {
 }
 
 /// Runs a function over the parts of some work, in any order, on as many threads as it likes.
+///
+/// # Example
+///
+/// Threads that are started for each run: simple, not quick.
+///
+/// ```
+/// use k3_core::exec::{Executor, Parts, Split};
+///
+/// struct Threads(usize);
+///
+/// impl Executor for Threads {
+///     fn width(&self) -> usize {
+///         self.0
+///     }
+///
+///     fn run<S: Split>(&self, work: S, f: impl Fn(usize, S::Part) + Sync) {
+///         let share = |mut work: S, first: usize| {
+///             let mut i = first;
+///             while let Some(part) = work.next() {
+///                 f(i, part);
+///                 i += 1;
+///             }
+///         };
+///         let share = &share;
+///         std::thread::scope(|scope| {
+///             let (mut rest, mut first) = (work, 0);
+///             for threads in (2..=self.0).rev() {
+///                 let len = rest.len() / threads;
+///                 let (mine, others) = rest.split_at(len);
+///                 scope.spawn(move || share(mine, first));
+///                 // The second half goes on counting where it was cut off.
+///                 (rest, first) = (others, first + len);
+///             }
+///             share(rest, first);
+///         });
+///     }
+/// }
+///
+/// let mut data = [0; 1000];
+/// Threads(3).run(Parts::new(&mut data, 7), |i, part| part.fill(i));
+/// assert!((0..1000).all(|x| data[x] == x / 7));
+/// ```
 pub trait Executor: Sync {
     /// How many parts can run at the same time; kernels size their parts by it. Results never
     /// depend on it.
     fn width(&self) -> usize;
 
     /// Calls `f(i, part_i)` once for every part of `work` and returns when all calls have returned.
+    ///
+    /// There may be many more parts than [`Executor::width`]. Their numbers count from the front of the whole
+    /// work: after [`split_at(mid)`](Split::split_at) those of the second half start at `mid`. A part for
+    /// which `f` is not called cannot be noticed, and results are wrong. `run` is never called out of an `f`.
     fn run<S: Split>(&self, work: S, f: impl Fn(usize, S::Part) + Sync);
 }
 

@@ -18,7 +18,8 @@ use crate::coded::CodedMatrix;
 use core::ops::Range;
 
 /// A token id: a row of the embedding table and of `lm_head` (config `vocab_size`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
 pub struct TokenId(pub u32);
 
 /// A layer, counted from zero (the config's own lists count from one).
