@@ -25,8 +25,8 @@
 //!
 //! The environment must round to nearest and must not flush subnormals; that is what Rust assumes too.
 //!
-//! What is not here: what the numbers mean (`ops`, `model`) and how rows are spread over threads
-//! ([`crate::exec`]). A product with a matrix is called on slices of its rows, by any number of
+//! What is not here: what the numbers mean ([`ops`](crate::ops), [`model`](crate::model)) and how rows are
+//! spread over threads ([`exec`](crate::exec)). A product with a matrix is called on slices of its rows, by any number of
 //! threads, with one shared [`Panel`].
 #![expect(unsafe_code, reason = "kernels for CPU features that the holder of a Backend has detected")]
 

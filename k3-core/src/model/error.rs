@@ -41,7 +41,7 @@ impl core::fmt::Display for Place {
 }
 
 /// A pass that was refused (the state is as before) or stopped (the state is torn and must be
-/// reset). `E` is the [`crate::model::Weights::Error`].
+/// reset). `E` is the [`Weights::Error`](crate::model::Weights::Error).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ForwardError<E> {
@@ -58,7 +58,8 @@ pub enum ForwardError<E> {
     ChunkTooLong {
         /// Ids given.
         given: usize,
-        /// [`crate::model::Extent::chunk`] or [`crate::model::Journal::positions`].
+        /// [`Extent::chunk`](crate::model::Extent::chunk) or
+        /// [`Journal::positions`](crate::model::Journal::positions).
         chunk: usize,
     },
     /// Refused: the state, or the workspace, has no room for these positions.
@@ -119,7 +120,7 @@ impl<E> ForwardError<E> {
     /// The error as one that has no weights' part, or that part.
     ///
     /// # Errors
-    /// The [`crate::model::Weights::Error`] of a pass that stopped for it.
+    /// The [`Weights::Error`](crate::model::Weights::Error) of a pass that stopped for it.
     pub fn split<F>(self) -> Result<ForwardError<F>, E> {
         Ok(match self {
             Self::Weights(e) => return Err(e),

@@ -190,7 +190,8 @@ impl<X: Executor> Model<'_, X> {
     /// by `n` positions. For checking a layer against a reference; a whole pass is
     /// [`Model::forward`].
     ///
-    /// The weights are asked for the layer's vectors, then for its attention matrices.
+    /// The weights are asked for all of the layer's vectors, also those of its MLP, then for its attention
+    /// matrices. [`Weights::begin`] is not called.
     ///
     /// # Errors
     /// [`ForwardError`] as [`Model::forward`].
@@ -227,7 +228,8 @@ impl<X: Executor> Model<'_, X> {
 
     /// One layer's MLP on its own: `y = MLP(x)` for `[n, hidden]`; see [`Model::attention`].
     ///
-    /// The weights are asked for the layer's vectors, then for its MLP matrices and experts.
+    /// The weights are asked for all of the layer's vectors, also those of its attention, then for its MLP
+    /// matrices and experts. [`Weights::begin`] is not called.
     ///
     /// # Errors
     /// [`ForwardError`] as [`Model::forward`].
@@ -532,7 +534,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         finite(out, out.len(), Place::Weight(tensor))
     }
 
-    /// All vectors of a layer, in the walk order of [`crate::checkpoint::layer_tensors`].
+    /// All vectors of a layer, in the walk order of [`layer_tensors`](crate::checkpoint::layer_tensors).
     fn layer_vectors(&mut self, layer: LayerIndex, v: &mut Vectors<'_>) -> Step<W> {
         use LayerTensor as T;
         let c = self.model.config;

@@ -16,7 +16,9 @@ use crate::carve::{BufferError, Carver, Line, Tally};
 use crate::config::ModelConfig;
 use crate::ops::kda::Shape;
 
-/// Inputs of the steps of up to `n` positions, in every KDA layer. `P` is the KDA width.
+/// Inputs of the steps of some positions, in every KDA layer: what [`Model::verify`](super::Model::verify) notes
+/// and [`Model::commit`](super::Model::commit) takes.
+// In the shapes below `n` is the number of positions, and `P` the KDA width.
 #[derive(Debug)]
 pub struct Journal<'a> {
     /// `[heads, head_dim, head_dim]`: the matrices of the layer at hand.
@@ -58,7 +60,7 @@ impl<'a> Journal<'a> {
         Some(tally.lines())
     }
 
-    /// Splits the caller's memory. It is empty, and contents need not be zero.
+    /// Splits the front of the caller's memory, whose contents need not be zero. The journal is empty.
     ///
     /// # Errors
     /// [`BufferError`] if `memory` is shorter than [`Journal::lines`].

@@ -1,7 +1,7 @@
 //! The forward pass: token ids in, logits out, over buffers the caller owns.
 //!
 //! [`Model::forward`] reads top to bottom like section 3 of the specification. Weights come through
-//! [`Weights`], threads through [`crate::exec::Executor`]; what a sequence remembers is in
+//! [`Weights`], threads through [`Executor`](crate::exec::Executor); what a sequence remembers is in
 //! [`State`], what a pass scribbles on in [`Workspace`]. Everything mutable is an argument and
 //! nothing else exists.
 //!

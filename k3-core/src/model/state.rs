@@ -55,7 +55,7 @@ impl<'a> State<'a> {
         })
     }
 
-    /// The state before the first position, in the caller's memory.
+    /// The state before the first position, in the front of the caller's memory.
     ///
     /// Only the KDA matrices and the history are written; the pages of the latent cache are
     /// touched as positions come.

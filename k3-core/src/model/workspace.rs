@@ -14,14 +14,16 @@ const TILE_ROWS: usize = 4096;
 pub struct Extent {
     /// Positions of the largest chunk.
     pub chunk: usize,
-    /// Positions of the longest sequence ([`super::State::context`]).
+    /// Positions of the longest sequence ([`State::context`](super::State::context)).
     pub context: usize,
-    /// Threads that run at the same time ([`crate::exec::Executor::width`]).
+    /// Threads that run at the same time. It should be the [`Executor::width`](crate::exec::Executor::width):
+    /// with another value results are the same, and parallelism or memory is lost. 0 counts as 1.
     pub width: usize,
 }
 
-/// Named disjoint buffers for a chunk of up to `n` positions. `H` is `hidden_size`, `P` the KDA
-/// width, `k` the experts per token, `Z` the latent width, `I` the expert width.
+/// Named disjoint buffers of a pass, for as many positions and threads as its [`Extent`] says.
+// In the shapes below `n` is the chunk, `H` is `hidden_size`, `P` the KDA width, `k` the experts per token,
+// `Z` the latent width, `I` the expert width.
 #[derive(Debug)]
 pub struct Workspace<'a> {
     pub(crate) extent: Extent,
@@ -174,7 +176,8 @@ impl<'a> Workspace<'a> {
         Some(tally.lines())
     }
 
-    /// Splits the caller's memory. Contents need not be zero.
+    /// Splits the front of the caller's memory; what is behind [`Workspace::lines`] is not touched. Contents
+    /// need not be zero.
     ///
     /// # Errors
     /// [`BufferError`] if `memory` is shorter than [`Workspace::lines`].

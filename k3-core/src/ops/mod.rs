@@ -2,11 +2,13 @@
 //!
 //! ```text
 //! residual  attention-residual mix (3.1)      norm     RMSNorm and friends (3.2)
-//! kda       Kimi delta attention (3.3)        mla      absorbed latent attention (3.4)
-//! router    which experts, and how much (3.6) moe      picks grouped by expert
-//! softmax   by the contract                   sample   logits -> id
-//! linear    a streamed matrix times a chunk   loss     logits -> surprise
+//! kda       Kimi delta attention (3.3)        router   which experts, and how much (3.6)
+//! linear    a streamed matrix times a chunk   softmax  by the contract
+//! sample    logits -> id                      loss     logits -> surprise
 //! ```
+//!
+//! Two are only called by the forward pass and are not public: latent attention (3.4), and the grouping of
+//! picks by expert.
 //!
 //! An operation never allocates, never knows which layer it serves, and gives the same bits for a
 //! chunk of positions as for one position at a time.

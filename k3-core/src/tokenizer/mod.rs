@@ -4,11 +4,12 @@
 //! -> [`Decoder`] -> bytes. What a conversation looks like in ids is not decided here.
 //!
 //! ```text
-//! vocab     tiktoken.model: rank <-> bytes, in an arena of the caller
-//! specials  the 256 control ids above the ranks
-//! pretoken  text -> pieces that merging never crosses
-//! bpe       piece -> ids
-//! decode    id -> bytes; bytes -> text that can be shown
+//! Vocab        tiktoken.model: rank <-> bytes, in an arena of the caller
+//! Specials     the 256 control ids above the ranks
+//! Pieces       text -> pieces that merging never crosses
+//! encode       text -> pieces -> ids
+//! Decoder      id -> bytes
+//! Utf8Stream   bytes -> text that can be shown
 //! ```
 //!
 //! Any bytes can be encoded, and decoding gives the same bytes back: no input is normalised or
@@ -156,7 +157,8 @@ pub fn settled(text: &[u8]) -> usize {
 
 /// Encodes `text`, handing its ids to `out` in order. Control spellings are ordinary text.
 ///
-/// Nothing is prepended. `text` may hold any bytes; what is not UTF-8 is encoded byte for byte.
+/// Nothing is prepended. `text` may hold any bytes; what is not UTF-8 is encoded byte for byte. There are at
+/// most `text.len()` ids, since none stands for nothing.
 ///
 /// # Errors
 /// [`EncodeError`] if `scratch` is too short for some piece; the ids before it were handed out.

@@ -210,7 +210,25 @@ pub struct Pieces<'t> {
 impl<'t> Pieces<'t> {
     /// Starts at the front of `text`, which may hold any bytes.
     ///
-    /// **Source.** Spec 5.2; see the module's head for the rules.
+    /// The text is cut after every [`CHUNK_CHARS`] characters, and within these where a run of white space, or
+    /// of anything else, grows beyond [`RUN_CHARS`]. What lies between two cuts is split by the first of these
+    /// rules that matches, again and again; bytes that are no UTF-8 are a piece of their own.
+    ///
+    /// ```text
+    /// [\p{Han}]+
+    /// [^\r\n\p{L}\p{N}]?[UPPER]*[LOWER]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?
+    /// [^\r\n\p{L}\p{N}]?[UPPER]+[LOWER]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?
+    /// \p{N}{1,3}
+    ///  ?[^\s\p{L}\p{N}]+[\r\n]*
+    /// \s*[\r\n]+
+    /// \s+(?!\S)
+    /// \s+
+    ///
+    /// UPPER = \p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M} without Han
+    /// LOWER = \p{Ll}\p{Lm}\p{Lo}\p{M} without Han
+    /// ```
+    ///
+    /// **Source.** Spec 5.2.
     #[must_use]
     pub fn new(text: &'t [u8]) -> Self {
         Self { chunks: Chunks::new(text), text: Split::new("") }

@@ -9,7 +9,7 @@
 
 use crate::view::TokenId;
 
-/// Ids in the block.
+/// Control ids above the last rank of a vocabulary, named or not.
 pub const BLOCK: u32 = 256;
 
 /// A control id by its distance from the base of the block.
@@ -87,7 +87,7 @@ impl Control {
     }
 }
 
-/// Bytes a name may have. Looking for names in a text costs this much a byte at worst.
+/// Bytes that the name of a control id may have. Looking for names in a text costs this much a byte at worst.
 pub const NAME_MAX: usize = 255;
 
 const RESERVED_HEAD: &str = "<|reserved_token_";
@@ -242,7 +242,8 @@ impl<'a> Specials<'a> {
         self.base
     }
 
-    /// Ids of vocabulary and block together, the number of rows of `lm_head`.
+    /// Ids of vocabulary and block together: the config's `vocab_size`, if the two belong together. It is the
+    /// caller's to compare them.
     #[must_use]
     pub const fn end(&self) -> u32 {
         self.base.saturating_add(BLOCK)
