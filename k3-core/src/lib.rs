@@ -39,8 +39,8 @@
 //!
 //! # Example
 //!
-//! A whole model in a few kilobytes of constants, which are in the package's `tests/tiny/mod.rs`. To start
-//! from, take the one over a real checkpoint that [`Weights`](model::Weights) shows.
+//! A whole model in a few kilobytes of constants, which are in the package's `tests/tiny/mod.rs`. For a
+//! checkpoint's, [`Weights`](model::Weights) shows an implementation to start from.
 //!
 //! ```
 //! use k3_core::backend::Backend;
@@ -168,7 +168,7 @@
 //!
 //! Whatever comes from outside - a file, a prompt, a size - is answered with a small typed error that
 //! holds the facts. A panic is a bug: of this crate, or of a caller that gave a kernel slices of other
-//! lengths than its documentation asks for.
+//! lengths than its documentation asks for, or a pass the state or the workspace of another config.
 #![no_std]
 #![deny(unsafe_code)]
 #![warn(clippy::std_instead_of_core, clippy::alloc_instead_of_core)]

@@ -12,7 +12,7 @@ use k3_core::checkpoint::{GlobalTensor, LayerTensor, Tensor, head_tensors, layer
 use k3_core::coded::{CodedMatrix, coded_len, encode};
 use k3_core::config::ModelConfig;
 use k3_core::exec::{Executor, Serial, Split};
-use k3_core::model::{Extent, ForwardError, Model, State, Weights, Workspace};
+use k3_core::model::{Extent, ForwardError, Journal, Model, State, Weights, Workspace};
 use k3_core::view::{Bf16Matrix, Expert, ExpertId, LayerIndex, MatrixRows, TokenId, ViewError};
 use std::collections::BTreeSet;
 use tiny::{CONFIG, Tiny};
@@ -295,6 +295,35 @@ fn a_width_is_at_least_one_and_need_not_be_the_executors() {
     assert_eq!(Workspace::lines(&config, extent(0)), Workspace::lines(&config, extent(1)));
     let mut scratch = vec![Line::ZERO; Workspace::lines(&config, extent(0)).unwrap()];
     assert_eq!(Workspace::new(&mut scratch, &config, extent(0)).unwrap().extent(), extent(1));
+}
+
+/// Sizes that hold nothing are refused by the pass, and a commit over a smaller workspace indexed past its end.
+#[test]
+fn a_workspace_may_be_too_small_for_what_is_asked() {
+    let config = ModelConfig::parse(CONFIG).unwrap();
+    let model = Model { config: &config, backend: Backend::detect(), exec: &Serial };
+    let mut weights = Tiny { config: &config, block: usize::MAX };
+    let lines = |extent| vec![Line::ZERO; Workspace::lines(&config, extent).unwrap()];
+    let [none, small, large] = [0, 1, 3].map(|chunk| Extent { chunk, context: 8, width: 1 });
+    let nowhere = Extent { context: 0, ..large };
+    let [mut a, mut b, mut c, mut d] = [none, small, large, nowhere].map(lines);
+    let mut none = Workspace::new(&mut a, &config, none).unwrap();
+    let mut small = Workspace::new(&mut b, &config, small).unwrap();
+    let mut large = Workspace::new(&mut c, &config, large).unwrap();
+    let mut nowhere = Workspace::new(&mut d, &config, nowhere).unwrap();
+    let mut memory = vec![Line::ZERO; State::lines(&config, 8).unwrap()];
+    let mut state = State::new(&mut memory, &config, 8).unwrap();
+    let mut notes = vec![Line::ZERO; Journal::lines(&config, 3).unwrap()];
+    let mut journal = Journal::new(&mut notes, &config, 3).unwrap();
+
+    let mut refusal = |workspace: &mut Workspace<'_>| {
+        model.forward(&mut weights, &mut state, workspace, &IDS, &mut [], &mut ()).unwrap_err()
+    };
+    assert_eq!(refusal(&mut none), ForwardError::ChunkTooLong { given: 3, chunk: 0 });
+    assert_eq!(refusal(&mut nowhere), ForwardError::ContextFull { needed: 3, context: 0 });
+    model.verify(&mut weights, &mut state, &mut journal, &mut large, &IDS, &mut [], &mut ()).unwrap();
+    assert!(!model.commit(&mut state, &mut journal, &mut small, 2) && state.position() == 0);
+    assert!(model.commit(&mut state, &mut journal, &mut small, 1) && state.position() == 1);
 }
 
 /// The crate's documentation names the figure. The largest part is the lanes that wait for the next columns.

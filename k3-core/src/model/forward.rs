@@ -60,7 +60,8 @@ impl<X: Executor> Model<'_, X> {
     /// Runs `ids` through all layers, after the positions `state` has seen, and moves the state on.
     ///
     /// **Shapes.** `ids`: `[n]`, `1 <= n <= chunk`. `logits`: `[m, vocab_size]` for the *last* `m`
-    /// positions, `0 <= m <= n`; with `m = 0` the head is not read at all.
+    /// positions, `0 <= m <= n`; with `m = 0` the head is not read at all. `state` and `workspace` are those of
+    /// this config.
     ///
     /// The same logits come out, bit for bit, however a sequence is cut into chunks.
     ///
@@ -112,7 +113,7 @@ impl<X: Executor> Model<'_, X> {
     /// is empty afterwards.
     ///
     /// False, and nothing happens, if the journal is not of a pass from this state's position or has
-    /// fewer ids than `accepted`.
+    /// fewer ids than `accepted`, or the workspace is for smaller chunks.
     #[must_use]
     pub fn commit(
         &self,
@@ -122,7 +123,8 @@ impl<X: Executor> Model<'_, X> {
         accepted: usize,
     ) -> bool {
         let Self { config: c, backend, exec } = *self;
-        if state.torn || journal.start != Some(state.position) || accepted > journal.held {
+        let most = journal.held.min(workspace.extent().chunk);
+        if state.torn || journal.start != Some(state.position) || accepted > most {
             return false;
         }
         if accepted > 0 {
