@@ -54,14 +54,14 @@ display_library: term
 plugin_ctrl: unmapped=1, biosdev=0, speaker=0, extfpuirq=0, parallel=0, gameport=0, iodebug=0
 cpu: model=corei7_skylake_x, count=1, ips=400000000, reset_on_triple_fault=1
 memory: guest=$memory, host=$memory
-romimage: file=$machine/rom
+romimage: file=rom
 vgaromimage: file=/usr/share/vgabios/vgabios.bin
 pci: enabled=0
 clock: sync=none, time0=946684800
-com1: enabled=1, mode=file, dev=$machine/serial
+com1: enabled=1, mode=file, dev=serial
 ata0: enabled=1, ioaddr1=0x1f0, ioaddr2=0x3f0, irq=14
-ata0-master: type=disk, mode=flat, path=$machine/disk, cylinders=$cylinders, heads=16, spt=63
-log: $machine/log
+ata0-master: type=disk, mode=flat, path=disk, cylinders=$cylinders, heads=16, spt=63
+log: log
 panic: action=fatal
 error: action=ignore
 info: action=ignore
@@ -71,8 +71,9 @@ RC
 printf 'continue\nquit\n' > "$machine/debugger"
 # A machine that waits computes too, so a bound of computing time ends what hangs, on a busy host as well.
 (
+    cd "$machine"
     ulimit -t "${K3_BOCHS_SECONDS:-3600}"
-    TERM=vt100 exec bochs-bin -q -f "$machine/bochsrc" -rc "$machine/debugger"
+    TERM=vt100 exec bochs-bin -q -f bochsrc -rc debugger
 ) > "$machine/screen" 2>&1 < /dev/null || true
 
 touch "$machine/serial"
