@@ -105,8 +105,7 @@ for target in "${all[@]}"; do
     avx512)
         cross/bochs/prepare.sh "$K3_BOCHS_DIR"
         avx512 --test golden
-        # The products with coded matrices of all shapes are most of the time here, and golden has some.
-        avx512 --lib backend:: -- --skip products_with_coded
+        avx512 --lib backend::
         ;;
     # A panic ends the program there, so the first test that fails is the last one that runs.
     wasm32) tests std,panic_abort wasm32-wasip1 ;;
