@@ -158,11 +158,11 @@ fn a_budget_beyond_a_limit_is_refused_before_the_first_read() {
     let model = folder.path().join("model");
     filled(&model);
     let model = model.to_str().expect("a path");
-    // All of the model and a long context: 92 MB.
+    // All of the model and a long context: 74 MB.
     let args = ["run", model, "--ids", "3,1,4", "--max-tokens", "1", "--threads", "2", "--context", "60000"];
     let args = [&args[..], &["--memory", "2G"]].concat();
     let group = Group::new();
-    let grouped = group.as_ref().map(|group| ("group", group.run(60_000_000, &args)));
+    let grouped = group.as_ref().map(|group| ("group", group.run(45_000_000, &args)));
     for (limit, output) in [("ulimit", under_ulimit(65_000_000, &args))].into_iter().chain(grouped) {
         let message = text(&output.stderr);
         assert_eq!(code(&output), 4, "{limit}: {message}");
