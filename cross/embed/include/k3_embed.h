@@ -36,8 +36,8 @@ enum {
     K3_OK = 0,
     K3_ARCHIVE = 1,    /* not a tar archive, or a file is not in it */
     K3_CONFIG = 2,     /* config.json is refused */
-    K3_TENSOR = 3,     /* a shard is damaged, or a tensor is missing or has another shape */
-    K3_VOCABULARY = 4, /* tiktoken.model is refused */
+    K3_TENSOR = 3,     /* a shard is damaged, or a tensor is missing, twice there, unknown or of another shape */
+    K3_VOCABULARY = 4, /* tiktoken.model is refused, or has not as many ids as the config says */
     K3_MEMORY = 5,     /* `memory` is too small or not on a border of 64 bytes */
     K3_ROOM = 6,       /* the prompt has more ids than `ids_len` */
     K3_ARITHMETIC = 7, /* a logit is not finite: no id is made up */

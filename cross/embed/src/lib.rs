@@ -114,6 +114,9 @@ fn generate(archive: Archive<'_>, memory: &mut [Line], prompt: &[u8], ids: &mut 
     let vocab = archive.file("tiktoken.model")?;
     let vocab = Vocab::load(vocab, carver.take(Vocab::required(vocab)?)?)?;
     let specials = Specials::new(vocab.len(), &mut []);
+    if specials.end() as usize != config.vocab_size {
+        return Err(Fault::Vocabulary);
+    }
     let scratch = carver.take(tokenizer::scratch_len(prompt.len()).ok_or(Fault::Memory)?)?;
     let logits = carver.take::<f32>(config.vocab_size)?;
     let state = carver.take(State::lines(&config, context).ok_or(Fault::Memory)?)?;

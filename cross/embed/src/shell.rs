@@ -78,13 +78,19 @@ impl<'a> Checkpoint<'a> {
             let header = Header::parse(rest.get(..len).ok_or(Fault::Tensor)?, shard.len() as u64)?;
             for entry in header.entries() {
                 let entry = entry?;
-                let Named::Known(tensor) = Tensor::parse_json(entry.name, config) else {
-                    continue;
+                let tensor = match Tensor::parse_json(entry.name, config) {
+                    Named::Known(tensor) => tensor,
+                    Named::Ignored => continue,
+                    // Config and shards do not belong together.
+                    _ => return Err(Fault::Tensor),
                 };
                 tensor.accepts(config, entry.dtype.ok_or(Fault::Tensor)?, entry.shape()).map_err(|_| Fault::Tensor)?;
                 let place = [(start as u64).saturating_add(entry.begin), entry.len()];
                 let [Ok(from), Ok(len)] = place.map(u32::try_from) else { return Err(Fault::Tensor) };
-                *places.get_mut(slot(tensor, config)).ok_or(Fault::Tensor)? = [from, len];
+                match places.get_mut(slot(tensor, config)) {
+                    Some(place @ [0, _]) => *place = [from, len],
+                    _ => return Err(Fault::Tensor),
+                }
             }
         }
         let places: &'a [[u32; 2]] = places;
