@@ -44,18 +44,18 @@
 //! The denser forms were built as prototypes only. Normal random weights give 0.7511 with one weight in 4096 far
 //! outside, 0.7502 without.
 //!
-//! `cargo bench -p k3-core --bench coded` on two cores of a Zen 3 server that others were using too, AVX2,
-//! GB/s of raw bf16 out, best of seven:
+//! `cargo bench -p k3-core --bench coded` on two cores of a Zen 1 server, AVX2, GB/s of raw bf16 out, best of
+//! seven, all of one run:
 //!
 //! | threads | reading memory | raw product | coded product | coded, 8 positions (raw) |
 //! |---|---|---|---|---|
-//! | 1 | 11.4 | 8.1 | 6.8 | 1.45 (1.63) |
-//! | 2 | 14.1 | 9.0 | 6.9 | 1.44 (2.06) |
+//! | 1 | 13.6 | 6.0 | 5.7 | 1.20 (1.40) |
+//! | 2 | 20.5 | 11.6 | 10.9 | 2.39 (2.77) |
 //!
-//! The scalar kernels make 0.53 (raw 0.72); coding makes 0.41 GB/s a thread, decoding rows to memory 0.81.
-//! So with AVX2 the coded form saves memory and disk and not arithmetic: it wins when bytes have to
-//! come from a disk slower than some 7 GB/s, or when more layers fit memory because of it. The AVX-512 kernel is
-//! the same text over wider registers and was not timed.
+//! The scalar kernels make 0.41 (raw 0.93); decoding rows to memory makes 0.84. So with AVX2 the coded form saves
+//! memory and disk and not arithmetic: it wins when bytes have to come from a disk slower than these products
+//! read them, some 8 GB/s, or when more layers fit memory because of it. The AVX-512 kernel is the same text over
+//! wider registers and was not timed.
 //!
 //! ```
 //! use k3_core::coded::{CodedMatrix, encode};
