@@ -26,9 +26,10 @@ pub trait Detour: Send + Sync {
 /// use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// /// Counts bytes.
-/// struct Count(AtomicU64);
+/// #[derive(Clone, Default)]
+/// struct Count(Arc<AtomicU64>);
 ///
-/// impl Detour for Arc<Count> {
+/// impl Detour for Count {
 ///     fn read_at(&self, file: &Arc<dyn ReadAt>, buf: &mut [u8], offset: u64) -> std::io::Result<usize> {
 ///         let bytes = file.read_at(buf, offset)?;
 ///         self.0.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -39,8 +40,8 @@ pub trait Detour: Send + Sync {
 /// # let dir = tempfile::tempdir()?;
 /// # let path = dir.path().join("f");
 /// # std::fs::write(&path, "text")?;
-/// let count = Arc::new(Count(AtomicU64::new(0)));
-/// let file = Detoured::new(Disk::default().open_cached(&path)?, Arc::clone(&count));
+/// let count = Count::default();
+/// let file = Detoured::new(Disk::default().open_cached(&path)?, count.clone());
 /// file.read_at(&mut [0; 3], 0)?;
 /// assert_eq!((count.0.load(Ordering::Relaxed), file.len()?), (3, 4));
 /// # Ok::<(), std::io::Error>(())
