@@ -254,7 +254,8 @@ impl Talk {
             Role::Tool => &["role", "content", "name", "tool_call_id"],
         };
         let object = known(value, what, keys)?;
-        if object.get("tools").is_some_and(|tools| !tools.is_null()) {
+        let none = |tools: &Value| tools.is_null() || tools.as_array().is_some_and(Vec::is_empty);
+        if object.get("tools").is_some_and(|tools| !none(tools)) {
             return unwritten(Unwritten::SystemTools);
         }
         let mut own = Own::new(role, body(object.get("content"), what)?);
@@ -607,7 +608,7 @@ mod tests {
             (r#"[{"role": "user", "content": "x", "color": 1}]"#, "color"),
             (r#"[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]"#, "image"),
             (r#"[{"role": "user", "content": [{"type": "thing"}]}]"#, "type"),
-            (r#"[{"role": "system", "content": "x", "tools": []}]"#, "tools of its own"),
+            (r#"[{"role": "system", "content": "x", "tools": [{}]}]"#, "tools of its own"),
             (r#"[{"role": "tool", "content": "x"}]"#, "tool_call_id"),
             (r#"[{"role": "assistant", "tool_calls": [{"function": {}}]}]"#, "function.name"),
             (r#"{"messages": [], "tool_choice": "required"}"#, "tool choice"),

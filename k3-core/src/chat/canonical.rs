@@ -78,18 +78,17 @@ pub(super) fn check(json: &[u8]) -> Result<(), JsonError> {
     Ok(())
 }
 
-/// Visits the members of the object `json`: key, value, place of the value. `Ok(false)` if it is no object.
+/// Visits the members of the object `json`: key and value. `Ok(false)` if it is no object.
 pub(super) fn members<'j>(
     json: &'j [u8],
-    mut each: impl FnMut(Str<'j>, &'j [u8], u64) -> Result<(), Fault>,
+    mut each: impl FnMut(Str<'j>, &'j [u8]) -> Result<(), Fault>,
 ) -> Result<bool, Fault> {
     let mut parser = Parser::new(json);
     if parser.next()? != Some(Event::ObjectStart) {
         return Ok(false);
     }
     while let Some(Event::Key(key)) = parser.next()? {
-        let value = parser.raw_value()?;
-        each(key, value, parser.consumed() as u64)?;
+        each(key, parser.raw_value()?)?;
     }
     Ok(true)
 }
@@ -103,7 +102,7 @@ fn rising<'j>(json: &'j [u8], mut each: impl FnMut(Str<'j>, &'j [u8]) -> Result<
         // The least keys above the last one, sorted.
         let mut block: [Option<Str<'j>>; BLOCK] = [None; BLOCK];
         let (mut count, mut more) = (0usize, false);
-        members(json, |key, _, at| {
+        members(json, |key, _| {
             count = count.saturating_add(1);
             if count > KEYS {
                 return Err(Fault::Keys);
@@ -113,7 +112,7 @@ fn rising<'j>(json: &'j [u8], mut each: impl FnMut(Str<'j>, &'j [u8]) -> Result<
             }
             let held = block.partition_point(|other| other.is_some_and(|other| order(other, key).is_lt()));
             if block.get(held).copied().flatten().is_some_and(|other| order(other, key).is_eq()) {
-                return Err(Fault::Duplicate { offset: at });
+                return Err(Fault::Duplicate { offset: key.offset() });
             }
             more |= block.last().is_some_and(Option::is_some);
             if let Some(above @ [_, ..]) = block.get_mut(held..) {
@@ -161,7 +160,7 @@ pub(super) fn value(json: &[u8], order: Order, out: &mut Text<'_>) -> Result<(),
             unique(json)?;
             out.put(b"{");
             let mut separator: &[u8] = b"";
-            members(json, |key, value_of, _| {
+            members(json, |key, value_of| {
                 out.put(separator);
                 separator = b",";
                 string(key, out);
@@ -377,6 +376,7 @@ mod tests {
                 assert!(matches!(written(json, order), Err(Fault::Duplicate { .. })), "{json}");
             }
         }
+        assert_eq!(written(r#"[{"a":1,"a":"0123"}]"#, Order::Sorted), Err(Fault::Duplicate { offset: 7 }));
         let many: String = (0..=KEYS).map(|i| format!("\"{i}\":0,")).collect();
         for order in [Order::Sorted, Order::Kept] {
             assert_eq!(written(&format!("{{{many}\"x\":0}}"), order), Err(Fault::Keys));

@@ -203,7 +203,8 @@ pub enum Message<'a> {
 /// A whole conversation, up to where the model is to go on.
 #[derive(Debug, Clone, Copy)]
 pub struct Prompt<'a> {
-    /// The tools: a JSON array of declarations. It is written compactly and with sorted keys.
+    /// The tools: a JSON array of declarations. It is written compactly and with sorted keys; an empty one is
+    /// not written, as in the release.
     pub tools: Option<&'a str>,
     /// Whether a tool must be called.
     pub tool_choice: ToolChoice,
@@ -267,7 +268,7 @@ pub enum ChatError {
     ToolsArray,
     /// An object has one key twice, in the tool declarations or in a call's arguments.
     DuplicateKey {
-        /// Where its value is (bytes from the start of the innermost object).
+        /// Where it is for the second time (bytes from the start of the innermost object).
         offset: u64,
     },
     /// An object has more keys than any declaration or call needs.

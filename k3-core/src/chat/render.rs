@@ -36,7 +36,15 @@ impl<E: core::fmt::Display> core::fmt::Display for RenderError<E> {
     }
 }
 
-impl<E: core::error::Error> core::error::Error for RenderError<E> {}
+// What is shown is the inner error; its cause is the next.
+impl<E: core::error::Error> core::error::Error for RenderError<E> {
+    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
+        match self {
+            Self::Refused(error) => error.source(),
+            Self::Part(error) => error.source(),
+        }
+    }
+}
 
 impl<E> From<ChatError> for RenderError<E> {
     fn from(error: ChatError) -> Self {
@@ -120,6 +128,32 @@ enum Body<'a> {
     Effort(Effort),
 }
 
+/// The id of the call that a message is the result of.
+const fn answered<'a>(message: &Message<'a>) -> Option<&'a str> {
+    match *message {
+        Message::Tool { id, .. } => id,
+        _ => None,
+    }
+}
+
+/// Whether two messages name the same call.
+fn same(a: Option<&str>, b: Option<&str>) -> bool {
+    #[cfg(test)]
+    super::tests::compared();
+    a.is_some() && a == b
+}
+
+/// Whether there are tools in a list of declarations. An empty list is as good as none (spec 5.4: "if tools").
+fn declares(tools: &str) -> Result<bool, ChatError> {
+    let json = tools.as_bytes();
+    check(json).map_err(ChatError::Tools)?;
+    let mut parser = Parser::new(json);
+    if parser.next() != Ok(Some(Event::ArrayStart)) {
+        return Err(ChatError::ToolsArray);
+    }
+    Ok(parser.next() != Ok(Some(Event::ArrayEnd)))
+}
+
 struct Writer<'b, F> {
     text: &'b mut [u8],
     /// Bytes of the longest composed text so far.
@@ -141,7 +175,9 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
         if prompt.response_format != ResponseFormat::Text {
             return Err(ChatError::Unwritten(Unwritten::ResponseFormat).into());
         }
-        if let Some(tools) = prompt.tools {
+        if let Some(tools) = prompt.tools
+            && declares(tools)?
+        {
             self.message(&[("role", "system"), ("type", "tool-declare")], &Body::Tools(tools))?;
         }
         if let Thinking::On(Some(effort)) = prompt.thinking {
@@ -158,10 +194,10 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
         while let Some((message, behind)) = rest.split_first() {
             rest = behind;
             match *message {
-                Message::System { tools: Some(_), .. } => {
+                Message::System { tools: Some(tools), .. } if declares(tools)? => {
                     return Err(ChatError::Unwritten(Unwritten::SystemTools).into());
                 }
-                Message::System { name, content, tools: None } => self.speech("system", name, content)?,
+                Message::System { name, content, .. } => self.speech("system", name, content)?,
                 Message::User { name, content } => self.speech("user", name, content)?,
                 Message::Assistant { name, reasoning, content, calls: made } => {
                     self.assistant(prompt.thinking, name, reasoning, content, made)?;
@@ -222,7 +258,7 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
         if parsed {
             unique(json).map_err(refused)?;
             let mut failed = None;
-            let walked = members(json, |key, json, _| {
+            let walked = members(json, |key, json| {
                 if failed.is_none() {
                     failed = self.argument(key, json).err();
                 }
@@ -273,19 +309,19 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
 
     /// Results of tools that stand together, in the order of the calls if each belongs to another one.
     fn results(&mut self, run: &[Message<'_>], calls: &[Call<'_>], before: usize) -> Result<usize, RenderError<E>> {
-        let id = |message: &Message<'_>| match *message {
-            Message::Tool { id: Some(id), .. } => calls.iter().position(|call| call.id == Some(id)),
-            _ => None,
-        };
-        let known = run.iter().all(|m| id(m).is_some());
-        let distinct = run.iter().enumerate().all(|(i, m)| run.iter().take(i).all(|other| id(other) != id(m)));
+        let known = run.iter().all(|m| calls.iter().any(|call| same(call.id, answered(m))));
+        let distinct =
+            run.iter().enumerate().all(|(i, m)| !run.iter().take(i).any(|other| same(answered(other), answered(m))));
         let mut count = before;
         if known && distinct {
-            for place in 0..calls.len() {
-                for message in run.iter().filter(|m| id(m) == Some(place)) {
-                    count = count.saturating_add(1);
-                    self.result(message, count)?;
+            for (place, call) in calls.iter().enumerate() {
+                let Some(message) = run.iter().find(|m| same(answered(m), call.id)) else { continue };
+                // Of calls that share an id the first has the result.
+                if calls.iter().take(place).any(|earlier| same(earlier.id, call.id)) {
+                    continue;
                 }
+                count = count.saturating_add(1);
+                self.result(message, count)?;
             }
         } else {
             for message in run {
@@ -311,19 +347,12 @@ impl<E, F: FnMut(Part<'_>) -> Result<(), E>> Writer<'_, F> {
                 [EFFORT_HEAD, effort.name().as_bytes(), EFFORT_TAIL].into_iter().for_each(|part| out.put(part));
                 Ok(())
             })?,
-            Body::Tools(json) => {
-                let json = json.as_bytes();
-                check(json).map_err(ChatError::Tools)?;
-                if Parser::new(json).next() != Ok(Some(Event::ArrayStart)) {
-                    return Err(ChatError::ToolsArray.into());
-                }
-                self.composed(|out| {
-                    out.put(TOOLS_HEAD);
-                    value(json, Order::Sorted, out)?;
-                    out.put(TOOLS_TAIL);
-                    Ok(())
-                })?;
-            }
+            Body::Tools(json) => self.composed(|out| {
+                out.put(TOOLS_HEAD);
+                value(json.as_bytes(), Order::Sorted, out)?;
+                out.put(TOOLS_TAIL);
+                Ok(())
+            })?,
         }
         self.close("message")?;
         self.control(Control::END_OF_MSG)

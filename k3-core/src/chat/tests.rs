@@ -298,11 +298,44 @@ fn the_head_names_tools_and_effort() {
          [{\"function\":{\"name\":\"weather\",\"parameters\":{\"a\":\"\u{e9}\",\"b\":1.0}},\"type\":\"function\"}]\n```"
     );
     // Tools first, then the effort, then messages.
-    let prompt = Prompt { tools: Some("[]"), ..Prompt::new(&[]) };
+    let prompt = Prompt { tools: Some("[{}]"), ..Prompt::new(&[]) };
     let ids = f.render(&prompt).unwrap();
     let shown = f.shown(&ids);
     let places = ["-declare", "-effort", "think]"].map(|word| shown.find(word).expect("there"));
     assert!(places.is_sorted(), "{shown}");
+    // No tools are no tools, however that is said: also those of a system message.
+    let none = Prompt { tools: Some(" [ ] "), ..plain(&[]) };
+    assert_eq!(f.render(&none), f.render(&plain(&[])));
+    let system = |tools| [Message::System { name: None, content: b"sun", tools }];
+    assert_eq!(f.render(&plain(&system(Some("[]")))), f.render(&plain(&system(None))));
+}
+
+std::thread_local! {
+    static COMPARED: core::cell::Cell<u64> = const { core::cell::Cell::new(0) };
+}
+
+/// Counts comparisons of the ids of calls.
+pub(super) fn compared() {
+    COMPARED.set(COMPARED.get() + 1);
+}
+
+/// A thousand results of tools took seven seconds: each was looked up in the calls again for every other one.
+#[test]
+fn many_results_are_put_in_order_by_pairs() {
+    let f = Fixture::new();
+    let count = 200;
+    let ids: Vec<String> = (0..count).map(|i| i.to_string()).collect();
+    let call = |id| Call { name: "weather", id: Some(id), arguments: "{}" };
+    let calls: Vec<_> = ids.iter().map(|id| call(id.as_str())).collect();
+    let mut messages = std::vec![Message::Assistant { name: None, reasoning: b"", content: b"", calls: &calls }];
+    messages.extend(ids.iter().rev().map(|id| Message::Tool { name: "weather", id: Some(id), content: id.as_bytes() }));
+    let before = COMPARED.get();
+    let found = f.render(&plain(&messages)).unwrap();
+    let pairs = (COMPARED.get() - before) / (count * count);
+    // For the length and for the parts: is each known, are all different, which is whose, which call is first.
+    assert!(pairs <= 2 * 4, "{pairs}");
+    messages[1..].reverse();
+    assert!(f.render(&plain(&messages)).unwrap() == found);
 }
 
 fn text(f: &Fixture, ids: &[u32]) -> String {
@@ -395,7 +428,7 @@ fn what_is_not_known_is_refused_by_name() {
         (Prompt { tool_choice: ToolChoice::None, ..plain(&[]) }, Unwritten::ToolChoice),
         (Prompt { response_format: ResponseFormat::JsonObject, ..plain(&[]) }, Unwritten::ResponseFormat),
         (Prompt { response_format: ResponseFormat::JsonSchema, ..plain(&[]) }, Unwritten::ResponseFormat),
-        (plain(&[Message::System { name: None, content: b"", tools: Some("[]") }]), Unwritten::SystemTools),
+        (plain(&[Message::System { name: None, content: b"", tools: Some("[{}]") }]), Unwritten::SystemTools),
     ];
     for (prompt, what) in cases {
         assert_eq!(f.render(&prompt), Err(ChatError::Unwritten(what)));
