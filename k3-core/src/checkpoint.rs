@@ -570,7 +570,7 @@ impl Tensor {
     /// Whether it may be kept in the lossless code of [`coded`](crate::coded): bf16 matrices that are used by
     /// multiplying with them, and the embedding, of which a row is decoded at a time.
     ///
-    /// Vectors are few bytes (0.1% of the released trunk) and decoded whole. `KvB` is asked for sums
+    /// Vectors are few bytes (0.05% of the released trunk) and decoded whole. `KvB` is asked for sums
     /// across its rows as well as for products, head by head, and is 0.6% of the released trunk: a
     /// second kernel for a saving of 0.15% is not worth its tests.
     #[must_use]

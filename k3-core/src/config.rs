@@ -60,7 +60,7 @@ pub const RELEASED_JSON: &str = r#"{"model_type":"kimi_k3","bos_token_id":163584
 /// The attention of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayerKind {
-    /// Kimi delta attention: a recurrent state (spec 3.2, 3.3).
+    /// Kimi delta attention: a recurrent state (spec 3.3).
     Kda,
     /// Latent attention over all positions (spec 3.4).
     Mla,
@@ -183,7 +183,12 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Reads a `config.json`, nested or flat (spec 1.1), by the rules of the table in spec 1.2.
+    /// Reads a `config.json`, by the rules of the table in spec 1.2.
+    ///
+    /// *Nested*, as released, the fields of the text model are in `text_config`, those of KDA in its
+    /// `linear_attn_config`. *Flat*, as small test models have them, all of them stand at the top; KDA's may be in
+    /// a `linear_attn_config` there, or stand beside the others under the second names that [`Field`] gives
+    /// (spec 1.1).
     ///
     /// # Errors
     /// [`ConfigError`] with every fault that was found.

@@ -86,7 +86,7 @@
 //! # Embedding
 //!
 //! Needs Rust 1.89. There are no Cargo features. The dependencies are bytemuck, half and libm, none with std,
-//! and cpufeatures on x86; a build script makes a table of Unicode classes out of two crates that only it
+//! and cpufeatures on x86-64; a build script makes a table of Unicode classes out of two crates that only it
 //! needs. The licence is Apache-2.0.
 //!
 //! What an embedder writes is [`Weights`](model::Weights), and an [`Executor`](exec::Executor) if there

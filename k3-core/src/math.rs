@@ -1,6 +1,7 @@
 //! exp, sigmoid, tanh and what the model builds from them: one definition, the same bits everywhere.
 //!
-//! Every function takes f32 values, works in f64 and rounds to f32 once. The inner bodies use only
+//! Functions take f32 values and work in f64. [`exp`], [`sigmoid`], [`tanh`] and [`situ`] round to f32 once,
+//! [`silu`] and [`kda_alpha`] at the steps that they name. The inner bodies use only
 //! additions, multiplications, divisions, selections and operations on bits, in one fixed order and
 //! without a fused multiply-add, so their result depends on nothing but IEEE 754. They have no
 //! branches: the SIMD back ends compile these very bodies for wider registers, and a lane computes

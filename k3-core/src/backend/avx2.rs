@@ -36,7 +36,7 @@ const SPREAD: [i64; 4] = [0x0100_8080_8080_8080, 0x0302_8080_8080_8080, 0x0504_8
 /// # Safety
 /// AVX2.
 #[inline(always)]
-unsafe fn fold4(x: __m256d) -> f64 {
+pub(super) unsafe fn fold4(x: __m256d) -> f64 {
     // SAFETY: the caller's promise.
     unsafe {
         let two = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));

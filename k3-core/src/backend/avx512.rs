@@ -1,7 +1,9 @@
 //! Sixteen f64 in two 512-bit registers: x86-64 with AVX-512 F, DQ, BW and VL.
 
+use super::avx2::fold4;
 use super::coded::{self, Decode};
 use super::lanes::{self, Lanes, instantiate};
+use super::scalar::E2M1;
 use super::tiles::{Part, Tile};
 use super::{KdaStep, Panel, tiles};
 use crate::coded::CodedMatrix;
@@ -34,22 +36,6 @@ unsafe fn mxfp4(w: Mxfp4Matrix<'_>, x: &Panel<'_>, out: &mut [f32]) {
         } else {
             tiles::matmul_mxfp4::<V>(w, x, out);
         }
-    }
-}
-
-/// The E2M1 values by their code.
-const E2M1: [f64; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-/// The last two steps of the fold: four lanes in order.
-///
-/// # Safety
-/// AVX-512.
-#[inline(always)]
-unsafe fn fold4(x: __m256d) -> f64 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let two = _mm_add_pd(_mm256_castpd256_pd128(x), _mm256_extractf128_pd::<1>(x));
-        _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)))
     }
 }
 

@@ -4,7 +4,8 @@
 //! first-level cache beside the rows that stream through it, blocks are faster. Where it does not, what
 //! remains of a block is that rows are no longer read from end to end, and whole rows are faster: on a
 //! Zen 3 with 32 KiB they were read at 0.86 of the bandwidth of one thread, in blocks at 0.79. A Zen 5 with
-//! 48 KiB was measured the other way round. AVX-512 with 32 KiB has not been measured. Which one it is changes no bit of a result.
+//! 48 KiB was measured the other way round. AVX-512 with 32 KiB has not been measured. Which
+//! one it is changes no bit of a result.
 
 use core::arch::x86_64::{__cpuid, __cpuid_count, CpuidResult};
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -13,8 +14,8 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 const BLOCK: usize = 3584;
 /// The smallest first-level cache that keeps a block beside two groups of rows (bytes).
 const ROOM: usize = 48 << 10;
-/// The most columns in one piece, more than any matrix of the released model has (12,288): their f64 take half
-/// of the smallest second-level cache of a CPU with AVX2 (256 KiB).
+/// The most columns in one piece: their f64 take half of the smallest second-level cache of a CPU with AVX2
+/// (256 KiB). Of the released model's matrices only the dense layer's down projection has more (33,792).
 const WHOLE: usize = 16384;
 
 /// Asking the CPU may take a detour through a hypervisor, so it is done once; 0 before that.

@@ -17,11 +17,14 @@
 
 use super::lanes::Lanes;
 use super::{LANES, cache};
-use crate::coded::{CODES, CodedMatrix, GROUP, GROUP_BYTES};
+pub(super) use crate::coded::GROUP;
+use crate::coded::{CODES, CodedMatrix, GROUP_BYTES};
 use crate::math::round;
 
 /// Bytes of a decoded group.
 pub(super) const DECODED: usize = 2 * GROUP;
+// The panel's padding of a tail is that of both codings.
+const _: () = assert!(GROUP == crate::view::GROUP);
 /// Rows whose lanes are parked together.
 const ROWS: usize = 48;
 

@@ -1,7 +1,8 @@
 //! The SIMD kernels, written once over [`Lanes`]: sixteen f64 in whatever registers a CPU has.
 //!
 //! ```text
-//! product of a matrix and one position, for 48 rows at a time (for those with several see `tiles.rs`):
+//! product of a bf16 matrix and one position, for 48 rows at a time (for several positions see `tiles.rs`;
+//! MXFP4 rows are walked whole, group of 32 by group):
 //!   for each block of columns:              its part of the panel stays in cache, see `cache.rs`
 //!     for each group of R rows:             load the group's lanes, or zeros
 //!       for each 16 columns:                decode weights, add R products

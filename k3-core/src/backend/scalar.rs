@@ -32,7 +32,8 @@ pub(super) static TABLE: Table = Table {
 };
 
 /// The sixteen E2M1 values by their code (spec section 4).
-const E2M1: [f64; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+pub(super) const E2M1: [f64; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 /// Columns of the KDA state that one pass of a step covers.
 const COLUMNS: usize = 64;
 

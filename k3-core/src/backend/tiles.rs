@@ -85,15 +85,15 @@ pub(super) trait Tile: Decode {
     const PARTS: usize;
     /// How many groups ahead to prefetch.
     const AHEAD: usize;
-    /// What [`Tile::load_scaled`] needs in registers.
+    /// Their type.
     type Decoder;
-    /// That.
+    /// The masks and tables that [`Tile::load_scaled`] keeps in registers.
     unsafe fn decoder() -> Self::Decoder;
     /// The 32 weights of an MXFP4 group (16 bytes at `p`), scaled, in order.
     unsafe fn load_scaled(decoder: &Self::Decoder, p: *const u8, scale: u8) -> [Self; 2];
-    /// [`bf16_part`].
+    /// Adds part `Q` of the products of `R` rows and `P` positions to the parked lanes: [`bf16_part`].
     unsafe fn bf16_part<const R: usize, const P: usize, const Q: usize>(w: Rows, x: Columns, acc: *mut f64);
-    /// [`scaled_part`].
+    /// Adds part `q` of the products of `R` decoded rows and `P` positions to the parked lanes: [`scaled_part`].
     unsafe fn scaled_part<const R: usize, const P: usize, const N: usize>(
         w: &Scratch<Self, R>,
         x: *const f64,
@@ -498,14 +498,14 @@ unsafe fn coded_group<T: Tile, const R: usize>(
     acc: &mut [Parked<T>],
 ) {
     const STRIDE: usize = 2 * COLUMNS;
-    let groups = span.1.div_ceil(GROUP);
-    let blocks = groups * (GROUP / LANES);
+    let groups = span.1.div_ceil(coded::GROUP);
+    let blocks = groups * (coded::GROUP / LANES);
     let mut decoded = [[0u8; STRIDE]; R];
     // SAFETY: rows and groups exist; decoded rows and the panel are whole groups.
     unsafe {
         for (r, decoded) in decoded.iter_mut().enumerate() {
             let ahead = if start == 0 { R } else { 0 };
-            coded::decode_row::<T>(w, row + r, span.0 / GROUP, ahead, &mut decoded[..groups * coded::DECODED]);
+            coded::decode_row::<T>(w, row + r, span.0 / coded::GROUP, ahead, &mut decoded[..groups * coded::DECODED]);
         }
         let first = decoded.as_flattened().as_ptr();
         let rows = Rows { first, stride: STRIDE, later: first };
