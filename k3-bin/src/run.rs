@@ -12,7 +12,7 @@ use crate::signals;
 use crate::start::{Options, Started, Wanted};
 use crate::text::{self, Source, Stops, Streamed};
 use k3_core::model::Observer;
-use k3_core::view::{LayerIndex, TokenId};
+use k3_core::view::{ExpertId, LayerIndex, TokenId};
 use k3_platform::engine::Engine;
 use k3_platform::generate::{self, Finish, Generator, Listener, Outcome, Stage};
 use k3_platform::trace;
@@ -128,7 +128,7 @@ impl Observer for Watch<'_> {
         self.progress.layer(layer, running_sum);
     }
 
-    fn routed(&mut self, layer: LayerIndex, ids: &[u32], _: &[f32]) {
+    fn routed(&mut self, layer: LayerIndex, ids: &[ExpertId], _: &[f32]) {
         if let Some(tracer) = &mut self.tracer
             && let Err(error) = trace::record(&mut tracer.out, tracer.step, layer, ids)
         {

@@ -55,6 +55,11 @@ impl Line {
     /// A line of zeros, for building buffers.
     pub const ZERO: Self = Self([0; 8]);
 
+    /// Whether a line can be looked at as a whole number of `T`. Asked while compiling.
+    const fn holds<T>() -> bool {
+        size_of::<T>() > 0 && Self::BYTES.is_multiple_of(size_of::<T>()) && align_of::<T>() <= align_of::<Self>()
+    }
+
     /// Lines that hold `count` elements of `T`; `None` if that overflows.
     #[must_use]
     pub const fn of<T>(count: usize) -> Option<usize> {
@@ -71,7 +76,7 @@ impl Line {
 pub enum BufferError {
     /// The slice has too few lines. Both numbers count from its front.
     TooSmall {
-        /// Lines that are needed, up to the end of the part that did not fit.
+        /// Lines that would do. Of [`Carver::take`]: up to the end of the part that did not fit.
         needed: usize,
         /// Lines that were given.
         given: usize,
@@ -92,6 +97,15 @@ impl core::fmt::Display for BufferError {
 }
 
 impl core::error::Error for BufferError {}
+
+/// Refuses memory that is shorter than `lines`, which is `None` if their number does not fit the address space.
+pub(crate) fn enough(memory: &[Line], lines: Option<usize>) -> Result<(), BufferError> {
+    match lines {
+        None => Err(BufferError::Overflow),
+        Some(needed) if memory.len() < needed => Err(BufferError::TooSmall { needed, given: memory.len() }),
+        Some(_) => Ok(()),
+    }
+}
 
 /// Hands out parts of one slice, front to back.
 #[derive(Debug)]
@@ -114,6 +128,7 @@ impl<'a> Carver<'a> {
     /// [`BufferError`] if not enough of the slice is left. Its numbers are of the whole slice, with what was
     /// taken before. The carver is used up then, also for smaller parts.
     pub fn take<T: Pod>(&mut self, count: usize) -> Result<&'a mut [T], BufferError> {
+        const { assert!(Line::holds::<T>(), "a line is not a whole number of such elements") };
         let lines = Line::of::<T>(count).ok_or(BufferError::Overflow)?;
         let given = self.taken.saturating_add(self.rest.len());
         let needed = self.taken.checked_add(lines).ok_or(BufferError::Overflow)?;
@@ -142,6 +157,7 @@ impl Tally {
     /// Adds a part of `count` elements of `T`; `None` if the sum overflows.
     #[must_use]
     pub const fn add<T>(self, count: usize) -> Option<Self> {
+        const { assert!(Line::holds::<T>(), "a line is not a whole number of such elements") };
         match Line::of::<T>(count) {
             Some(lines) => match self.0.checked_add(lines) {
                 Some(sum) => Some(Self(sum)),

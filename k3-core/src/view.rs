@@ -3,7 +3,7 @@
 //! A view is a borrowed byte slice together with the shape it was checked against. It can only be
 //! built checked, so a kernel that holds one never meets a length that does not fit. Bytes are
 //! little-endian whatever the machine is, and need no alignment: a tensor starts wherever the
-//! checkpoint put it. Numbers come out through `from_le_bytes`, never through a pointer cast.
+//! checkpoint put it. Whoever computes with them says so where it loads them.
 //!
 //! ```
 //! use k3_core::view::{Bf16Matrix, ViewError};
@@ -101,6 +101,13 @@ fn check(rows: usize, cols: usize, size: usize, bytes: &[u8]) -> Result<(), View
     if bytes.len() == expected { Ok(()) } else { Err(ViewError::Length { expected, found: bytes.len() }) }
 }
 
+/// Stops at rows that are not there. What lies within is in the bytes, for their length was checked; rows that
+/// are not may overflow to ones that are, or have no bytes at all.
+#[track_caller]
+fn within(range: &Range<usize>, rows: usize) {
+    assert!(range.start <= range.end && range.end <= rows, "rows {range:?} of {rows}");
+}
+
 /// Rows of a bf16 matrix, `[rows, cols]` row-major, two little-endian bytes an element.
 #[derive(Debug, Clone, Copy)]
 pub struct Bf16Matrix<'a> {
@@ -143,6 +150,7 @@ impl<'a> Bf16Matrix<'a> {
     /// If `r` is not a row: a bug of the caller.
     #[must_use]
     pub fn row(&self, r: usize) -> &'a [u8] {
+        within(&(r..r + 1), self.rows);
         &self.bytes[r * self.cols * 2..][..self.cols * 2]
     }
 
@@ -152,6 +160,7 @@ impl<'a> Bf16Matrix<'a> {
     /// If `range` leaves the matrix: a bug of the caller.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
+        within(&range, self.rows);
         let bytes = &self.bytes[range.start * self.cols * 2..range.end * self.cols * 2];
         Self { bytes, rows: range.len(), cols: self.cols }
     }
@@ -240,6 +249,7 @@ impl<'a> F32Matrix<'a> {
     /// If `r` is not a row: a bug of the caller.
     #[must_use]
     pub fn row(&self, r: usize) -> &'a [f32] {
+        within(&(r..r + 1), self.rows);
         &self.data[r * self.cols..][..self.cols]
     }
 
@@ -249,6 +259,7 @@ impl<'a> F32Matrix<'a> {
     /// If `range` leaves the matrix: a bug of the caller.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
+        within(&range, self.rows);
         Self { data: &self.data[range.start * self.cols..range.end * self.cols], rows: range.len(), cols: self.cols }
     }
 }
@@ -309,6 +320,7 @@ impl<'a> Mxfp4Matrix<'a> {
     /// If `r` is not a row: a bug of the caller.
     #[must_use]
     pub fn row(&self, r: usize) -> (&'a [u8], &'a [u8]) {
+        within(&(r..r + 1), self.rows);
         let (p, s) = (self.cols / 2, self.cols / GROUP);
         (&self.packed[r * p..][..p], &self.scales[r * s..][..s])
     }
@@ -319,6 +331,7 @@ impl<'a> Mxfp4Matrix<'a> {
     /// If `range` leaves the matrix: a bug of the caller.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {
+        within(&range, self.rows);
         let (p, s) = (self.cols / 2, self.cols / GROUP);
         Self {
             packed: &self.packed[range.start * p..range.end * p],
@@ -376,5 +389,28 @@ mod tests {
         let q = Mxfp4Matrix::new(&packed, &[1, 255, 255], 3, 32).unwrap();
         assert_eq!(q.slice(1..3).row(1), q.row(2));
         assert_eq!((q.nan_scales(), q.slice(0..1).nan_scales()), (2, 0));
+    }
+
+    /// Products of rows and columns that wrapped around were rows of a slice, and without columns all rows were.
+    #[test]
+    fn rows_that_are_not_there_are_refused() {
+        let panics = |f: &dyn Fn() -> usize| std::panic::catch_unwind(core::panic::AssertUnwindSafe(f)).is_err();
+        let (floats, bytes) = ([0.0; 8], [0; 64]);
+        let f = F32Matrix::new(&floats, 4, 2).unwrap();
+        let b = Bf16Matrix::new(&bytes[..16], 4, 2).unwrap();
+        let none = Bf16Matrix::new(&[], 4, 0).unwrap();
+        let q = Mxfp4Matrix::new(&bytes, &bytes[..4], 4, 32).unwrap();
+        let far = 1 << (usize::BITS - 2);
+        #[expect(clippy::reversed_empty_ranges, reason = "what a caller may get wrong")]
+        for range in [0..5, 4..5, 3..2, 0..far, far..far + 1, far..far, 5..5] {
+            assert!(panics(&|| f.slice(range.clone()).rows()), "{range:?}");
+            assert!(panics(&|| b.slice(range.clone()).rows()), "{range:?}");
+            assert!(panics(&|| none.slice(range.clone()).rows()), "{range:?}");
+            assert!(panics(&|| q.slice(range.clone()).rows()), "{range:?}");
+        }
+        for row in [4, far, 2 * far] {
+            assert!(panics(&|| f.row(row).len()) && panics(&|| b.row(row).len()), "{row}");
+            assert!(panics(&|| none.row(row).len()) && panics(&|| q.row(row).0.len()), "{row}");
+        }
     }
 }

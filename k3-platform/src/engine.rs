@@ -254,6 +254,8 @@ impl Engine {
         let memory = self.sequences.get_mut(sequence).ok_or(Error::Order)?;
         State::new(memory.lines.lines_mut(), &config, self.plan.extent.context).map_err(|_| Error::Order)?;
         (memory.position, memory.torn) = (0, false);
+        // What was run on trial was of a sequence that is forgotten.
+        self.trial = None;
         Ok(())
     }
 
@@ -286,6 +288,7 @@ impl Engine {
         logits: &mut [f32],
         observer: &mut (impl Observer + Send),
     ) -> Result<(), Error> {
+        self.trial = None;
         let config = *self.storage.checkpoint.config();
         let context = self.plan.extent.context;
         let mut memories = Vec::with_capacity(shares.len());

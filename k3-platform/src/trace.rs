@@ -86,13 +86,12 @@ pub fn begin(out: &mut impl Write, chosen: usize) -> io::Result<()> {
 ///
 /// # Errors
 /// Those of the writer.
-pub fn record(out: &mut impl Write, step: u32, layer: LayerIndex, ids: &[u32]) -> io::Result<()> {
-    let distinct: BTreeSet<u32> = ids.iter().copied().collect();
+pub fn record(out: &mut impl Write, step: u32, layer: LayerIndex, ids: &[ExpertId]) -> io::Result<()> {
+    let distinct: BTreeSet<ExpertId> = ids.iter().copied().collect();
     for id in distinct {
-        let id = u16::try_from(id).map_err(|_| io::ErrorKind::InvalidInput)?;
         out.write_all(&step.to_le_bytes())?;
         out.write_all(&layer.0.to_le_bytes())?;
-        out.write_all(&id.to_le_bytes())?;
+        out.write_all(&id.0.to_le_bytes())?;
     }
     Ok(())
 }
@@ -258,12 +257,13 @@ impl Hits {
 mod tests {
     use super::*;
 
-    fn written(steps: &[&[(u16, &[u32])]]) -> Vec<u8> {
+    fn written(steps: &[&[(u16, &[u16])]]) -> Vec<u8> {
         let mut bytes = Vec::new();
         begin(&mut bytes, 2).unwrap();
         for (step, layers) in (0..).zip(steps) {
             for (layer, ids) in *layers {
-                record(&mut bytes, step, LayerIndex(*layer), ids).unwrap();
+                let ids: Vec<_> = ids.iter().map(|&id| ExpertId(id)).collect();
+                record(&mut bytes, step, LayerIndex(*layer), &ids).unwrap();
             }
         }
         bytes
@@ -307,13 +307,13 @@ mod tests {
     #[test]
     fn no_policy_beats_the_optimum_and_everything_in_memory_always_hits() {
         let mut seed = 5u32;
-        let steps: Vec<Vec<(u16, Vec<u32>)>> = (0..40)
+        let steps: Vec<Vec<(u16, Vec<ExpertId>)>> = (0..40)
             .map(|_| {
                 (0..6)
                     .map(|layer| {
                         let ids = (0..2).map(|_| {
                             seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                            (seed >> 16) % 10 * ((seed >> 8) % 2)
+                            ExpertId(u16::try_from((seed >> 16) % 10 * ((seed >> 8) % 2)).unwrap())
                         });
                         (layer, ids.collect())
                     })

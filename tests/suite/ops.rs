@@ -149,12 +149,12 @@ fn router_choices() {
                 let mut scores = vec![0.0; experts];
                 backend.matmul_f32(F32Matrix::new(&gate, experts, width).expect("gate"), x, &mut scores);
                 backend.sigmoid(&mut scores);
-                let (mut ids, mut weights) = (vec![0; k], vec![0.0; k]);
+                let (mut ids, mut weights) = (vec![ExpertId(0); k], vec![0.0; k]);
                 assert!(router::route(&scores, &bias, renormalize, scale, &mut ids, &mut weights));
                 let mut pairs: Vec<_> = ids.into_iter().zip(weights).collect();
                 pairs.sort_by_key(|p| p.0);
                 all.extend_from_slice(&scores);
-                found.extend(pairs.iter().map(|p| f64::from(p.0)));
+                found.extend(pairs.iter().map(|p| f64::from(p.0.0)));
                 weighed.extend(pairs.iter().map(|p| p.1));
             }
             close("scores", backend, &all, &case["scores"]);
@@ -395,10 +395,10 @@ fn whole_mla_layer() {
     }
 }
 
-struct Picks(Vec<(u32, f32)>);
+struct Picks(Vec<(ExpertId, f32)>);
 
 impl Observer for Picks {
-    fn routed(&mut self, _: LayerIndex, ids: &[u32], weights: &[f32]) {
+    fn routed(&mut self, _: LayerIndex, ids: &[ExpertId], weights: &[f32]) {
         self.0.extend(ids.iter().copied().zip(weights.iter().copied()));
     }
 }
@@ -437,7 +437,7 @@ fn whole_latent_moe() {
             let (mut ids, mut weights) = (Vec::new(), Vec::new());
             for picks in picks.0.chunks_exact_mut(k) {
                 picks.sort_by_key(|p| p.0);
-                ids.extend(picks.iter().map(|p| f64::from(p.0)));
+                ids.extend(picks.iter().map(|p| f64::from(p.0.0)));
                 weights.extend(picks.iter().map(|p| p.1));
             }
             let mut expected: Vec<(f64, f64)> = Vec::new();

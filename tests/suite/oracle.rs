@@ -71,7 +71,7 @@ fn check(dir: &Path, prompt: &Value, tolerance: &Value) {
                     let mut pairs: Vec<_> = ids.iter().zip(found).collect();
                     pairs.sort_by_key(|p| *p.0);
                     for (id, weight) in pairs {
-                        assert_eq!(*id, want[at], "layer {} router id", layer.0);
+                        assert_eq!(u32::from(id.0), want[at], "layer {} router id", layer.0);
                         let gap = f64::from((weight - weights[at]).abs());
                         assert!(gap <= limit("router_weight_abs", ROUTER), "layer {} weight off by {gap}", layer.0);
                         at += 1;
@@ -113,7 +113,7 @@ fn outputs_are_those_of_the_project_s_reference() {
                 for (_, ids, _) in &out.routed {
                     let mut ids = ids[ids.len() - k..].to_vec();
                     ids.sort_unstable();
-                    router.extend(ids.into_iter().map(f64::from));
+                    router.extend(ids.into_iter().map(|id| f64::from(id.0)));
                 }
                 assert_eq!(router, k3_tests::flat(&prompt["router_ids"]), "{}: router", dir.display());
                 checked += 1;

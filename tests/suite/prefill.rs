@@ -42,10 +42,10 @@ impl Detour for Noting {
 
 /// Experts that each pass has chosen.
 #[derive(Default)]
-struct Chosen(Vec<BTreeSet<(u16, u32)>>);
+struct Chosen(Vec<BTreeSet<(u16, ExpertId)>>);
 
 impl Observer for Chosen {
-    fn routed(&mut self, layer: LayerIndex, ids: &[u32], _: &[f32]) {
+    fn routed(&mut self, layer: LayerIndex, ids: &[ExpertId], _: &[f32]) {
         let pass = self.0.last_mut().expect("a pass");
         pass.extend(ids.iter().map(|id| (layer.0, *id)));
     }
@@ -137,7 +137,7 @@ fn count(dir: &Path, more: u64, trunk: bool) {
             let [read] = segment.reads[..] else { panic!("these experts lie in one piece") };
             let start = (path(read.place.shard), read.place.offset);
             let times = reads.get(&start).copied().unwrap_or(0);
-            let passes = chosen.0.iter().filter(|pass| pass.contains(&(layer.0, u32::from(expert)))).count() as u64;
+            let passes = chosen.0.iter().filter(|pass| pass.contains(&(layer.0, ExpertId(expert)))).count() as u64;
             assert!(times <= passes, "expert {expert} of layer {}: {times} reads in {passes} passes", layer.0);
             found += times;
             starts.insert(start);

@@ -489,7 +489,7 @@ fn a_nan_scale_counts_as_nothing_and_is_named() {
     let prompt: Vec<_> = (1..9).map(TokenId).collect();
     let routed = run(&copy.dir, &How::default(), &prompt, 0).expect("a run").routed;
     let (layer, ids, _) = &routed[0];
-    let (layer, expert) = (layer.0, ids[0]);
+    let (layer, expert) = (layer.0, ids[0].0);
     let name = format!("language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight_scale");
     let packed = name.replace("weight_scale", "weight_packed");
     let shard = copy.shard_of(&name);
@@ -511,7 +511,7 @@ fn a_nan_scale_counts_as_nothing_and_is_named() {
     assert_eq!(bits(&as_zero.logits), bits(&as_nan.logits));
     let found: Vec<_> = as_nan.stats.expect("stats").experts.nan_scales.into_iter().collect();
     assert_eq!(found.len(), 1);
-    assert_eq!((found[0].0.0.0, u32::from(found[0].0.1.0), found[0].1), (layer, expert, 1));
+    assert_eq!((found[0].0.0.0, found[0].0.1.0, found[0].1), (layer, expert, 1));
     assert!(as_zero.stats.expect("stats").experts.nan_scales.is_empty());
 }
 

@@ -3,7 +3,7 @@
 use k3_core::backend::Backend;
 use k3_core::model::Observer;
 use k3_core::ops::sample::argmax;
-use k3_core::view::{LayerIndex, TokenId};
+use k3_core::view::{ExpertId, LayerIndex, TokenId};
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::engine::{Engine, Share, Stats};
 use k3_platform::error::Error;
@@ -54,7 +54,7 @@ pub(crate) struct Outcome {
     /// `[layer][position][hidden]` of the prompt, if it was one chunk.
     pub(crate) hidden: Vec<Vec<f32>>,
     /// `[routed layer]`: ids and weights of the prompt, in rank order.
-    pub(crate) routed: Vec<(LayerIndex, Vec<u32>, Vec<f32>)>,
+    pub(crate) routed: Vec<(LayerIndex, Vec<ExpertId>, Vec<f32>)>,
     pub(crate) last: Vec<f32>,
     pub(crate) stats: Option<Stats>,
     pub(crate) pinned: usize,
@@ -64,7 +64,7 @@ pub(crate) struct Outcome {
 struct Watch {
     off: bool,
     hidden: Vec<Vec<f32>>,
-    routed: Vec<(LayerIndex, Vec<u32>, Vec<f32>)>,
+    routed: Vec<(LayerIndex, Vec<ExpertId>, Vec<f32>)>,
     last: Vec<f32>,
 }
 
@@ -75,7 +75,7 @@ impl Observer for Watch {
         }
     }
 
-    fn routed(&mut self, layer: LayerIndex, ids: &[u32], weights: &[f32]) {
+    fn routed(&mut self, layer: LayerIndex, ids: &[ExpertId], weights: &[f32]) {
         if !self.off {
             self.routed.push((layer, ids.to_vec(), weights.to_vec()));
         }

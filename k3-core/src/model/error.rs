@@ -47,6 +47,22 @@ impl core::fmt::Display for Place {
 pub enum ForwardError<E> {
     /// Refused: no ids were given.
     EmptyChunk,
+    /// Refused: the model has no such layer.
+    NoSuchLayer {
+        /// The layer.
+        layer: LayerIndex,
+        /// `num_hidden_layers`.
+        layers: usize,
+    },
+    /// Refused: inputs and outputs of a sub-layer are not whole vectors, as many of one as of the other.
+    VectorLength {
+        /// Elements of the inputs.
+        x: usize,
+        /// Elements of the outputs.
+        y: usize,
+        /// `hidden_size`.
+        hidden: usize,
+    },
     /// Refused: the ids are not as many as the sequences say.
     SequenceLengths {
         /// Ids given.
@@ -100,6 +116,11 @@ pub enum ForwardError<E> {
         /// The expert.
         expert: ExpertId,
     },
+    /// Stopped: an expert arrived that was not asked for.
+    StrayExpert {
+        /// The layer.
+        layer: LayerIndex,
+    },
     /// Stopped: `A_log` has values past `num_heads`, so it is not what the config says.
     ALogTail {
         /// Its layer.
@@ -107,9 +128,9 @@ pub enum ForwardError<E> {
     },
     /// Stopped: a value is infinite or NaN. Nothing is sampled from such a pass.
     NonFinite {
-        /// Which of the pass's sequences, from zero.
+        /// Which of the pass's sequences, from zero. Without meaning for [`Place::Weight`].
         sequence: usize,
-        /// Position in the sequence, from zero.
+        /// Position in the sequence, from zero. Without meaning for [`Place::Weight`].
         position: usize,
         /// Where it was first seen.
         place: Place,
@@ -125,6 +146,8 @@ impl<E> ForwardError<E> {
         Ok(match self {
             Self::Weights(e) => return Err(e),
             Self::EmptyChunk => ForwardError::EmptyChunk,
+            Self::NoSuchLayer { layer, layers } => ForwardError::NoSuchLayer { layer, layers },
+            Self::VectorLength { x, y, hidden } => ForwardError::VectorLength { x, y, hidden },
             Self::SequenceLengths { given, positions } => ForwardError::SequenceLengths { given, positions },
             Self::ChunkTooLong { given, chunk } => ForwardError::ChunkTooLong { given, chunk },
             Self::ContextFull { needed, context } => ForwardError::ContextFull { needed, context },
@@ -133,6 +156,7 @@ impl<E> ForwardError<E> {
             Self::TornState => ForwardError::TornState,
             Self::Incomplete { tensor } => ForwardError::Incomplete { tensor },
             Self::Expert { layer, expert } => ForwardError::Expert { layer, expert },
+            Self::StrayExpert { layer } => ForwardError::StrayExpert { layer },
             Self::ALogTail { layer } => ForwardError::ALogTail { layer },
             Self::NonFinite { sequence, position, place } => ForwardError::NonFinite { sequence, position, place },
         })
@@ -143,6 +167,10 @@ impl<E: core::fmt::Display> core::fmt::Display for ForwardError<E> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Self::EmptyChunk => f.write_str("there are no token ids"),
+            Self::NoSuchLayer { layer, layers } => write!(f, "there is no layer {} of {layers}", layer.0),
+            Self::VectorLength { x, y, hidden } => {
+                write!(f, "{x} inputs and {y} outputs are not as many vectors of {hidden}")
+            }
             Self::SequenceLengths { given, positions } => {
                 write!(f, "{given} token ids in a pass whose sequences have {positions} positions")
             }
@@ -164,8 +192,12 @@ impl<E: core::fmt::Display> core::fmt::Display for ForwardError<E> {
             Self::Expert { layer, expert } => {
                 write!(f, "expert {} of layer {} did not arrive whole and once", expert.0, layer.0)
             }
+            Self::StrayExpert { layer } => write!(f, "an expert of layer {} arrived unasked", layer.0),
             Self::ALogTail { layer } => {
                 write!(f, "A_log of layer {} has values past num_heads, so it belongs to another config", layer.0)
+            }
+            Self::NonFinite { place: place @ Place::Weight(_), .. } => {
+                write!(f, "a value that is not finite first appeared {place}")
             }
             Self::NonFinite { position, place, .. } => {
                 write!(f, "a value that is not finite first appeared at position {position} {place}")
@@ -177,7 +209,8 @@ impl<E: core::fmt::Display> core::fmt::Display for ForwardError<E> {
 impl<E: core::error::Error + 'static> core::error::Error for ForwardError<E> {
     fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
         match self {
-            Self::Weights(e) => Some(e),
+            // What is shown is the inner error itself.
+            Self::Weights(e) => e.source(),
             _ => None,
         }
     }

@@ -13,7 +13,7 @@ use crate::ops::linear::multiply;
 use crate::ops::moe::Groups;
 use crate::ops::norm::{MLA_LORA_EPS, rms_norm, rms_norm_in_place};
 use crate::ops::{kda, mla, residual, router};
-use crate::view::{Expert, F32Matrix, LayerIndex, MatrixRows, TokenId};
+use crate::view::{Expert, ExpertId, F32Matrix, LayerIndex, MatrixRows, TokenId};
 
 /// Watches a pass from outside. All methods do nothing unless overridden; none can change a value.
 pub trait Observer {
@@ -23,7 +23,7 @@ pub trait Observer {
     }
 
     /// The experts of a layer, `[positions, experts per token]` in rank order, and their weights.
-    fn routed(&mut self, layer: LayerIndex, ids: &[u32], weights: &[f32]) {
+    fn routed(&mut self, layer: LayerIndex, ids: &[ExpertId], weights: &[f32]) {
         let _ = (layer, ids, weights);
     }
 
@@ -93,11 +93,11 @@ impl<X: Executor> Model<'_, X> {
     /// # Errors
     /// [`ForwardError`]. Whatever happens, the state is as before and is not torn.
     #[expect(clippy::too_many_arguments, reason = "as for `forward`, and the journal")]
-    pub fn verify<'s, W: Weights>(
+    pub fn verify<W: Weights>(
         &self,
         weights: &mut W,
-        state: &mut State<'s>,
-        journal: &mut Journal<'s>,
+        state: &mut State<'_>,
+        journal: &mut Journal<'_>,
         workspace: &mut Workspace<'_>,
         ids: &[TokenId],
         logits: &mut [f32],
@@ -112,8 +112,8 @@ impl<X: Executor> Model<'_, X> {
     /// same steps that [`Model::forward`] would have taken. The other ids leave no trace. The journal
     /// is empty afterwards.
     ///
-    /// False, and nothing happens, if the journal is not of a pass from this state's position or has
-    /// fewer ids than `accepted`, or the workspace is for smaller chunks.
+    /// False, and nothing happens, if the journal is not of the last pass over this state, or the state was reset
+    /// since or is torn, or the journal has fewer ids than `accepted`, or the workspace is for smaller chunks.
     #[must_use]
     pub fn commit(
         &self,
@@ -124,7 +124,7 @@ impl<X: Executor> Model<'_, X> {
     ) -> bool {
         let Self { config: c, backend, exec } = *self;
         let most = journal.held.min(workspace.extent().chunk);
-        if state.torn || journal.start != Some(state.position) || accepted > most {
+        if state.torn || journal.start != Some((state.position, state.moves)) || accepted > most {
             return false;
         }
         if accepted > 0 {
@@ -143,6 +143,7 @@ impl<X: Executor> Model<'_, X> {
             }
         }
         state.position += accepted;
+        state.moves = state.moves.wrapping_add(1);
         journal.forget();
         true
     }
@@ -161,7 +162,7 @@ impl<X: Executor> Model<'_, X> {
     pub fn forward_many<W: Weights>(
         &self,
         weights: &mut W,
-        sequences: &mut [Sequence<'_, '_>],
+        sequences: &mut [Sequence<'_, '_, '_>],
         workspace: &mut Workspace<'_>,
         ids: &[TokenId],
         logits: &mut [f32],
@@ -169,6 +170,8 @@ impl<X: Executor> Model<'_, X> {
     ) -> Result<(), ForwardError<W::Error>> {
         self.admit(sequences, workspace, ids, logits)?;
         for s in &mut *sequences {
+            // Whatever another journal has noted is of the past, also on trial: rows of the latent cache are new.
+            s.state.moves = s.state.moves.wrapping_add(1);
             match &mut s.journal {
                 Some(journal) => journal.forget(),
                 None => s.state.torn = true,
@@ -178,7 +181,9 @@ impl<X: Executor> Model<'_, X> {
         pass.run(sequences, workspace, ids, logits, observer).map_err(|error| placed(error, sequences))?;
         for s in sequences {
             match &mut s.journal {
-                Some(journal) => (journal.start, journal.held) = (Some(s.state.position), s.positions),
+                Some(journal) => {
+                    (journal.start, journal.held) = (Some((s.state.position, s.state.moves)), s.positions);
+                }
                 None => {
                     s.state.position += s.positions;
                     s.state.torn = false;
@@ -208,7 +213,7 @@ impl<X: Executor> Model<'_, X> {
         x: &[f32],
         y: &mut [f32],
     ) -> Result<(), ForwardError<W::Error>> {
-        let n = self.admit_vectors(workspace, x, y)?;
+        let n = self.admit_vectors(workspace, layer, x, y)?;
         let (needed, context) = (state.position.saturating_add(n), state.context().min(workspace.extent().context));
         if state.torn {
             return Err(ForwardError::TornState);
@@ -216,7 +221,7 @@ impl<X: Executor> Model<'_, X> {
         if needed > context {
             return Err(ForwardError::ContextFull { needed, context });
         }
-        state.torn = true;
+        (state.torn, state.moves) = (true, state.moves.wrapping_add(1));
         let mut one = [Sequence { state, journal: None, positions: n, wanted: 0 }];
         let mut pass = Pass { model: *self, weights, n };
         let Workspace { vectors, products, kda, mla, .. } = workspace;
@@ -246,7 +251,7 @@ impl<X: Executor> Model<'_, X> {
         y: &mut [f32],
         observer: &mut impl Observer,
     ) -> Result<(), ForwardError<W::Error>> {
-        let n = self.admit_vectors(workspace, x, y)?;
+        let n = self.admit_vectors(workspace, layer, x, y)?;
         let mut pass = Pass { model: *self, weights, n };
         pass.layer_vectors(layer, &mut workspace.vectors)?;
         let Workspace { residual, vectors, products, moe, .. } = workspace;
@@ -254,12 +259,26 @@ impl<X: Executor> Model<'_, X> {
         pass.mlp(layer, x, vectors, products, (moe, routed), y, observer)
     }
 
-    /// How many positions two vectors for a single sub-layer have.
-    fn admit_vectors<E>(&self, workspace: &Workspace<'_>, x: &[f32], y: &[f32]) -> Result<usize, ForwardError<E>> {
-        let (n, chunk) = (x.len() / self.config.hidden_size, workspace.extent().chunk);
-        if n == 0 || x.len() != y.len() || n * self.config.hidden_size != x.len() {
+    /// How many positions the inputs and the outputs of a single sub-layer have.
+    fn admit_vectors<E>(
+        &self,
+        workspace: &Workspace<'_>,
+        layer: LayerIndex,
+        x: &[f32],
+        y: &[f32],
+    ) -> Result<usize, ForwardError<E>> {
+        let (hidden, chunk) = (self.config.hidden_size, workspace.extent().chunk);
+        let layers = self.config.num_hidden_layers;
+        if layer.get() >= layers {
+            return Err(ForwardError::NoSuchLayer { layer, layers });
+        }
+        if x.is_empty() {
             return Err(ForwardError::EmptyChunk);
         }
+        if x.len() != y.len() || !x.len().is_multiple_of(hidden) {
+            return Err(ForwardError::VectorLength { x: x.len(), y: y.len(), hidden });
+        }
+        let n = x.len() / hidden;
         if n > chunk {
             return Err(ForwardError::ChunkTooLong { given: n, chunk });
         }
@@ -269,7 +288,7 @@ impl<X: Executor> Model<'_, X> {
     /// Everything that can be refused before anything is touched.
     fn admit<E>(
         &self,
-        sequences: &[Sequence<'_, '_>],
+        sequences: &[Sequence<'_, '_, '_>],
         workspace: &Workspace<'_>,
         ids: &[TokenId],
         logits: &[f32],
@@ -312,11 +331,11 @@ impl<X: Executor> Model<'_, X> {
 
 /// A sequence's share of a pass.
 #[derive(Debug)]
-pub struct Sequence<'a, 's> {
+pub struct Sequence<'a, 's, 'j> {
     /// What it remembers.
     pub state: &'a mut State<'s>,
     /// Where to note what would move the state on, instead of moving it: [`Model::verify`].
-    pub journal: Option<&'a mut Journal<'s>>,
+    pub journal: Option<&'a mut Journal<'j>>,
     /// Ids it reads in the pass, at least one.
     pub positions: usize,
     /// For how many of them, the last ones, it wants logits.
@@ -325,7 +344,7 @@ pub struct Sequence<'a, 's> {
 
 /// Inside a pass a value that is not finite has the number of its row; here the row becomes its sequence
 /// and the position there.
-fn placed<E>(error: ForwardError<E>, sequences: &[Sequence<'_, '_>]) -> ForwardError<E> {
+fn placed<E>(error: ForwardError<E>, sequences: &[Sequence<'_, '_, '_>]) -> ForwardError<E> {
     let ForwardError::NonFinite { position: mut row, place, .. } = error else { return error };
     for (sequence, s) in sequences.iter().enumerate() {
         if row < s.positions {
@@ -354,7 +373,7 @@ type Step<W> = Result<(), ForwardError<<W as Weights>::Error>>;
 impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn run(
         &mut self,
-        sequences: &mut [Sequence<'_, '_>],
+        sequences: &mut [Sequence<'_, '_, '_>],
         ws: &mut Workspace<'_>,
         ids: &[TokenId],
         logits: &mut [f32],
@@ -404,9 +423,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
 
         // 3.7: the mix and the norm, then the head for the positions that want logits.
         let global = Tensor::Global;
-        self.vector(global(GlobalTensor::OutResNorm), vectors.input_norm)?;
-        self.vector(global(GlobalTensor::OutResProj), vectors.fold_attn)?;
-        times(vectors.fold_attn, vectors.input_norm);
+        self.fold(global(GlobalTensor::OutResNorm), global(GlobalTensor::OutResProj), vectors.fold_attn)?;
         self.vector(global(GlobalTensor::FinalNorm), vectors.post_norm)?;
         residual::mix(backend, exec, residual.values, blocks + 1, vectors.fold_attn, eps, scores, mixed);
         self.norm(mixed, vectors.post_norm, x);
@@ -437,7 +454,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn attention(
         &mut self,
         layer: LayerIndex,
-        sequences: &mut [Sequence<'_, '_>],
+        sequences: &mut [Sequence<'_, '_, '_>],
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -545,8 +562,8 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         self.vector(t(T::PostNorm), v.post_norm)?;
         // The folds need two vectors each and have one buffer: the product of two f32 is rounded to
         // f32, whichever is decoded first.
-        self.fold(layer, T::AttnResNorm, T::AttnResProj, v.fold_attn)?;
-        self.fold(layer, T::MlpResNorm, T::MlpResProj, v.fold_mlp)?;
+        self.fold(t(T::AttnResNorm), t(T::AttnResProj), v.fold_attn)?;
+        self.fold(t(T::MlpResNorm), t(T::MlpResProj), v.fold_mlp)?;
         match c.layer_kind(layer) {
             LayerKind::Kda => {
                 let taps = v.taps.len() / 3;
@@ -573,15 +590,14 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     }
 
     /// Norm weight times projection weight (spec 3.1).
-    fn fold(&mut self, layer: LayerIndex, norm: LayerTensor, proj: LayerTensor, out: &mut [f32]) -> Step<W> {
-        self.vector(Tensor::Layer(layer, norm), out)?;
-        let tensor = Tensor::Layer(layer, proj);
-        self.lend(tensor, out.len(), |bytes| {
+    fn fold(&mut self, norm: Tensor, proj: Tensor, out: &mut [f32]) -> Step<W> {
+        self.vector(norm, out)?;
+        self.lend(proj, out.len(), |bytes| {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
                 *o *= half::bf16::from_le_bytes(*b).to_f32();
             }
         })?;
-        finite(out, out.len(), Place::Weight(tensor))
+        finite(out, out.len(), Place::Weight(proj))
     }
 
     /// `out[t] = rms(x[t], weight)` with `rms_norm_eps`.
@@ -629,7 +645,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn kda(
         &mut self,
         layer: LayerIndex,
-        sequences: &mut [Sequence<'_, '_>],
+        sequences: &mut [Sequence<'_, '_, '_>],
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -647,7 +663,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         let (qkv, z, alpha, out) =
             (&mut qkv[..3 * n * width], &mut z[..n * width], &mut alpha[..n * width], &mut out[..n * width]);
 
-        // q, k and v before the convolution lie where other things come later.
+        // q, k and v before the convolution lie where other things come later (see `KdaScratch`).
         let px = backend.pack(Layout::Bf16, x, c.hidden_size, n, panel_x);
         let roles = [T::Q, T::K, T::V];
         for (role, raw) in roles.into_iter().zip([&mut *z, &mut *alpha, &mut *out]) {
@@ -709,7 +725,7 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
     fn mla(
         &mut self,
         layer: LayerIndex,
-        sequences: &mut [Sequence<'_, '_>],
+        sequences: &mut [Sequence<'_, '_, '_>],
         x: &[f32],
         v: &Vectors<'_>,
         products: &mut Products<'_>,
@@ -859,16 +875,26 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
         // Each expert, whenever it lands, into the slots of its picks; then the sum in rank order.
         let slots = &mut s.slots[..n * k * width];
         let (rows, eg, eu) = (&mut *s.rows, &mut *s.gate, &mut *s.up);
-        let (mut wrong, mut infinite) = (None, None);
+        // Of several faults the first expert's is told, whichever arrived first.
+        let (mut stray, mut infinite) = (false, None);
         let each = &mut |i: usize, expert: Expert<'_>| {
-            let Some(arrived) = arrived.get_mut(i) else { return };
-            *arrived += 1;
+            let Some(arrived) = arrived.get_mut(i) else {
+                stray = true;
+                return;
+            };
             let shapes = [(expert.w1, inner, width), (expert.w3, inner, width), (expert.w2, width, inner)];
-            if shapes.iter().any(|(m, rows, cols)| (m.rows(), m.cols()) != (*rows, *cols)) {
-                wrong = Some(i);
+            if *arrived > 0 || shapes.iter().any(|(m, rows, cols)| (m.rows(), m.cols()) != (*rows, *cols)) {
+                *arrived = WRONG;
                 return;
             }
+            *arrived = 1;
             let pairs = groups.pairs(i);
+            let mut first = |values: &[f32], width: usize| {
+                if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+                    let found = (i, pairs[at / width] as usize / k);
+                    infinite = Some(infinite.map_or(found, |other| found.min(other)));
+                }
+            };
             let m = pairs.len();
             for (row, &pair) in rows.chunks_exact_mut(width).zip(pairs) {
                 row.copy_from_slice(&z[pair as usize / k * width..][..width]);
@@ -877,19 +903,22 @@ impl<X: Executor, W: Weights> Pass<'_, X, W> {
             let pz = backend.pack(Layout::Mxfp4, rows, width, m, panel);
             multiply(backend, exec, expert.w1, 0, &pz, tile, eg);
             multiply(backend, exec, expert.w3, 0, &pz, tile, eu);
-            if let Some(at) = eg.iter().zip(&*eu).position(|(g, u)| !(g.is_finite() && u.is_finite())) {
-                infinite = infinite.or(Some((i, pairs[at / inner] as usize / k)));
-            }
+            first(eg, inner);
+            first(eu, inner);
             situ(backend, exec, c, eg, eu);
             let pi = backend.pack(Layout::Mxfp4, eg, inner, m, panel);
             multiply(backend, exec, expert.w2, 0, &pi, tile, rows);
+            first(rows, width);
             for (row, &pair) in rows.chunks_exact(width).zip(pairs) {
                 slots[pair as usize * width..][..width].copy_from_slice(row);
             }
         };
         self.weights.experts(layer, groups.distinct, each).map_err(ForwardError::Weights)?;
-        if let Some(i) = wrong.or_else(|| arrived.iter().position(|&times| times != 1)) {
+        if let Some(i) = arrived.iter().position(|&times| times != 1) {
             return Err(ForwardError::Expert { layer, expert: groups.distinct[i] });
+        }
+        if stray {
+            return Err(ForwardError::StrayExpert { layer });
         }
         if let Some((i, position)) = infinite {
             let place = Place::Expert(layer, groups.distinct[i]);
@@ -914,6 +943,9 @@ fn situ<X: Executor>(backend: Backend, exec: &X, c: &ModelConfig, gate: &mut [f3
     });
 }
 
+/// What stands for the number of times that an expert arrived, if it did so twice or in another shape.
+const WRONG: u32 = 2;
+
 /// A dimension that [`ModelConfig`] holds as a `usize`, from a [`TensorSpec`](crate::checkpoint::TensorSpec).
 fn length(dim: u64) -> usize {
     usize::try_from(dim).unwrap_or(usize::MAX)
@@ -922,12 +954,6 @@ fn length(dim: u64) -> usize {
 fn add(sum: &mut [f32], y: &[f32]) {
     for (s, y) in sum.iter_mut().zip(y) {
         *s += y;
-    }
-}
-
-fn times(a: &mut [f32], b: &[f32]) {
-    for (a, b) in a.iter_mut().zip(b) {
-        *a *= b;
     }
 }
 

@@ -12,7 +12,7 @@
 //! A pass that breaks off leaves the state as it was: only a commit writes to it.
 
 use super::layout::{Walker, product};
-use crate::carve::{BufferError, Carver, Line, Tally};
+use crate::carve::{BufferError, Carver, Line, Tally, enough};
 use crate::config::ModelConfig;
 use crate::ops::kda::Shape;
 
@@ -33,8 +33,8 @@ pub struct Journal<'a> {
     beta: &'a mut [f32],
     positions: usize,
     width: usize,
-    /// Position of the state before the pass that is noted; `None` if there is none.
-    pub(super) start: Option<usize>,
+    /// Position and [`State::moves`](super::State) before the pass that is noted; `None` if there is none.
+    pub(super) start: Option<(usize, u64)>,
     /// Positions of that pass.
     pub(super) held: usize,
 }
@@ -65,6 +65,7 @@ impl<'a> Journal<'a> {
     /// # Errors
     /// [`BufferError`] if `memory` is shorter than [`Journal::lines`].
     pub fn new(memory: &'a mut [Line], config: &ModelConfig, positions: usize) -> Result<Self, BufferError> {
+        enough(memory, Self::lines(config, positions))?;
         Self::walk(&mut Carver::new(memory), config, positions)
     }
 
@@ -85,7 +86,10 @@ impl<'a> Journal<'a> {
     }
 
     /// The journal that an earlier one of the same config and size left in `memory`: of a pass of
-    /// `held` positions from `start` on. Nothing is written.
+    /// `held` positions from `start` on. Nothing is written. It is empty if it cannot have held so many.
+    ///
+    /// [`Model::commit`](super::Model::commit) takes it for the last pass over a [`State::attach`](super::State::attach)ed
+    /// state, if the position is the same; whether it was is the caller's to know.
     ///
     /// # Errors
     /// [`BufferError`] if `memory` is shorter than [`Journal::lines`].
@@ -95,9 +99,10 @@ impl<'a> Journal<'a> {
         positions: usize,
         (start, held): (usize, usize),
     ) -> Result<Self, BufferError> {
+        enough(memory, Self::lines(config, positions))?;
         let mut journal = Self::walk(&mut Carver::new(memory), config, positions)?;
         if held <= positions {
-            (journal.start, journal.held) = (Some(start), held);
+            (journal.start, journal.held) = (Some((start, 0)), held);
         }
         Ok(journal)
     }

@@ -1,7 +1,7 @@
 //! What a sequence remembers between passes.
 
 use super::layout::{Walker, product};
-use crate::carve::{BufferError, Carver, Line, Tally};
+use crate::carve::{BufferError, Carver, Line, Tally, enough};
 use crate::config::ModelConfig;
 
 /// KDA matrices, convolution history and latent cache of one sequence.
@@ -21,6 +21,8 @@ pub struct State<'a> {
     context: usize,
     pub(crate) position: usize,
     pub(crate) torn: bool,
+    /// Passes and resets since this value was made: what [`Journal`](super::Journal) tells a later one by.
+    pub(crate) moves: u64,
 }
 
 /// The arrays of a [`State`].
@@ -52,6 +54,7 @@ impl<'a> State<'a> {
             context,
             position: 0,
             torn: false,
+            moves: 0,
         })
     }
 
@@ -63,6 +66,7 @@ impl<'a> State<'a> {
     /// # Errors
     /// [`BufferError`] if `memory` is shorter than [`State::lines`].
     pub fn new(memory: &'a mut [Line], config: &ModelConfig, context: usize) -> Result<Self, BufferError> {
+        enough(memory, Self::lines(config, context))?;
         let mut state = Self::walk(&mut Carver::new(memory), config, context)?;
         state.reset();
         Ok(state)
@@ -81,6 +85,7 @@ impl<'a> State<'a> {
         position: usize,
         torn: bool,
     ) -> Result<Self, BufferError> {
+        enough(memory, Self::lines(config, context))?;
         let mut state = Self::walk(&mut Carver::new(memory), config, context)?;
         (state.position, state.torn) = (position, torn);
         Ok(state)
@@ -110,6 +115,7 @@ impl<'a> State<'a> {
         self.conv.fill(0.0);
         self.position = 0;
         self.torn = false;
+        self.moves = self.moves.wrapping_add(1);
     }
 
     /// Positions seen so far.

@@ -2,7 +2,7 @@
 
 use super::layout::{Walker, product};
 use crate::backend::Panel;
-use crate::carve::{BufferError, Carver, Line, Tally};
+use crate::carve::{BufferError, Carver, Line, Tally, enough};
 use crate::config::{MlpKind, ModelConfig};
 use crate::view::ExpertId;
 
@@ -88,21 +88,21 @@ pub(crate) struct Products<'a> {
 /// Delta attention.
 #[derive(Debug)]
 pub(crate) struct KdaScratch<'a> {
-    /// `[3, kernel - 1 + n, P]`: q, k, v before the convolution, history first.
+    /// `[3, kernel - 1 + m, P]` of one sequence: q, k, v before the convolution, history first.
     pub(crate) window: &'a mut [f32],
-    /// `[3, n, P]`: q, k, v.
+    /// `[3, m, P]` of each sequence, one after the other: q, k, v.
     pub(crate) qkv: &'a mut [f32],
     /// `[n, head_dim]`.
     pub(crate) low: &'a mut [f32],
-    /// `[n, P]`: the decay's input, then, after the recurrence, the output of the heads.
+    /// `[n, P]`: q before the convolution, then the decay's input, then what the heads give, gated.
     pub(crate) z: &'a mut [f32],
-    /// `[n, P]`.
+    /// `[n, P]`: k before the convolution, then the decay.
     pub(crate) alpha: &'a mut [f32],
     /// `[n, heads]`.
     pub(crate) beta: &'a mut [f32],
     /// `[n, P]`.
     pub(crate) gate: &'a mut [f32],
-    /// `[heads, n, head_dim]`.
+    /// `[n, P]`: v before the convolution; then `[heads, m, head_dim]` of each sequence, one after the other.
     pub(crate) heads: &'a mut [f32],
 }
 
@@ -115,10 +115,11 @@ pub(crate) struct MlaScratch<'a> {
     pub(crate) q: &'a mut [f32],
     /// `[n, kv_lora_rank + rope]`.
     pub(crate) latent: &'a mut [f32],
-    /// `[n, heads, v]`: gate, and the gated output.
+    /// `[n, heads, v]`.
     pub(crate) gate: &'a mut [f32],
+    /// `[n, heads, v]`: what the heads give, gated.
     pub(crate) attended: &'a mut [f32],
-    /// `[heads, n, v]`.
+    /// `[heads, m, v]` of each sequence, one after the other.
     pub(crate) heads: &'a mut [f32],
     /// Elements of `thread` that one thread uses.
     pub(crate) thread_len: usize,
@@ -134,7 +135,7 @@ pub(crate) struct MoeScratch<'a> {
     /// `[n, experts]`.
     pub(crate) scores: &'a mut [f32],
     /// `[n, k]` in rank order.
-    pub(crate) ids: &'a mut [u32],
+    pub(crate) ids: &'a mut [ExpertId],
     pub(crate) weights: &'a mut [f32],
     /// `[experts + 1]`.
     pub(crate) starts: &'a mut [u32],
@@ -182,6 +183,7 @@ impl<'a> Workspace<'a> {
     /// # Errors
     /// [`BufferError`] if `memory` is shorter than [`Workspace::lines`].
     pub fn new(memory: &'a mut [Line], config: &ModelConfig, extent: Extent) -> Result<Self, BufferError> {
+        enough(memory, Self::lines(config, extent))?;
         Self::walk(&mut Carver::new(memory), config, extent)
     }
 

@@ -50,6 +50,11 @@ impl Shape {
 /// * `window`: `[3, kernel - 1 + positions, width]`, history first;
 /// * `taps`: `[3, width, kernel]`; the last tap meets the current input;
 /// * `qkv`: `[3, positions, width]`.
+///
+/// # Panics
+/// If a slice is shorter than that. So it is with the other three.
+///
+/// **Source.** Spec 3.3 steps 2 and 3.
 pub fn convolve<X: Executor>(backend: Backend, exec: &X, shape: Shape, window: &[f32], taps: &[f32], qkv: &mut [f32]) {
     let Shape { positions, head_dim, kernel, .. } = shape;
     let width = shape.width();
@@ -72,6 +77,8 @@ pub fn convolve<X: Executor>(backend: Backend, exec: &X, shape: Shape, window: &
 ///
 /// * `z`: `[positions, width]`, what `f_b_proj` gave; `dt_bias`: `[width]`; `a_log`: one per head;
 /// * `lower`: config `gate_lower_bound`; `alpha`: `[positions, width]`.
+///
+/// **Source.** Spec 3.3 step 4.
 #[expect(clippy::too_many_arguments, reason = "one per quantity of the formula")]
 pub fn decay<X: Executor>(
     backend: Backend,
@@ -95,6 +102,8 @@ pub fn decay<X: Executor>(
 /// * `state`: `[heads, head_dim, head_dim]`, key by value, carried on;
 /// * `qkv`: as [`convolve`] left it; `alpha`: `[positions, width]`; `beta`: `[positions, heads]`;
 /// * `out`: `[heads, positions, head_dim]`.
+///
+/// **Source.** Spec 3.3 step 6.
 #[expect(clippy::too_many_arguments, reason = "one per quantity of the formula")]
 pub fn recur<X: Executor>(
     backend: Backend,
@@ -119,7 +128,9 @@ pub fn recur<X: Executor>(
 
 /// Norm and output gate: `out[t, h] = rms(o[h, t], o_norm) * sig(gate[t, h])`.
 ///
-/// * `heads`: `[heads, positions, head_dim]`; `gate`, `out`: `[positions, width]`.
+/// * `heads`: `[heads, positions, head_dim]`; `gate`, `out`: `[positions, width]`; `eps`: config `rms_norm_eps`.
+///
+/// **Source.** Spec 3.3 step 7.
 #[expect(clippy::too_many_arguments, reason = "one per quantity of the formula")]
 pub fn gated_norm<X: Executor>(
     backend: Backend,

@@ -30,10 +30,10 @@ const PARTS_PER_THREAD: usize = 4;
 /// Rows per part for `rows` rows on `width` threads. Results do not depend on it.
 #[must_use]
 pub(crate) fn part_rows(rows: usize, width: usize) -> usize {
-    rows.div_ceil(width.max(1) * PARTS_PER_THREAD).next_multiple_of(8)
+    rows.div_ceil(width.max(1).saturating_mul(PARTS_PER_THREAD)).next_multiple_of(8)
 }
 
-/// Some rows of a matrix of either encoding.
+/// Some rows of a matrix, however its weights are coded.
 pub trait RowBlock: Copy + Sync {
     /// Number of rows.
     fn rows(self) -> usize;
@@ -76,11 +76,11 @@ impl RowBlock for crate::view::Mxfp4Matrix<'_> {
 
 /// Multiplies one block, which starts at row `first` of its matrix, with all positions of `x`.
 ///
-/// * `tile`: scratch for `[some rows, positions]`, unused for one position;
+/// * `tile`: scratch for `[some rows, positions]`, at least one row of them; unused for one position;
 /// * `out`: `[positions, rows of the whole matrix]`, of which columns `first..` are written.
 ///
 /// # Panics
-/// If `out` has no room for the block's rows, or the panel is one for other weights.
+/// If `out` has no room for the block's rows, `tile` for one row, or the panel is empty or one for other weights.
 pub fn multiply<X: Executor>(
     backend: Backend,
     exec: &X,
@@ -97,6 +97,7 @@ pub fn multiply<X: Executor>(
         exec.run(Parts::new(out, per), |i, part| block.multiply(backend, i * per, x, part));
         return;
     }
+    assert!(n > 0 && tile.len() >= n, "a product with {n} positions, and a tile for {}", tile.len());
     let all_rows = out.len() / n;
     let mut done = 0;
     while done < block.rows() {
@@ -111,5 +112,23 @@ pub fn multiply<X: Executor>(
             }
         });
         done += rows;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Layout;
+    use crate::exec::Serial;
+    use std::vec;
+
+    /// Without room for a row nothing was done, again and again.
+    #[test]
+    #[should_panic(expected = "a product with 2 positions, and a tile for 1")]
+    fn a_tile_without_a_row_is_refused() {
+        let w = Bf16Matrix::new(&[0; 4], 1, 2).unwrap();
+        let mut buf = vec![0.0; Panel::len(2, 2).unwrap()];
+        let x = Backend::SCALAR.pack(Layout::Bf16, &[1.0; 4], 2, 2, &mut buf);
+        multiply(Backend::SCALAR, &Serial, w, 0, &x, &mut [0.0], &mut [0.0; 2]);
     }
 }

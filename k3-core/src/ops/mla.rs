@@ -12,10 +12,10 @@
 //!
 //! There is no rotation anywhere in this model; the rope slots only take part in the dot product.
 
-use super::norm::round;
 use super::softmax::softmax;
 use crate::backend::{Backend, Layout, Panel};
 use crate::exec::{Executor, Parts};
+use crate::math::round;
 use crate::view::{Bf16Matrix, F32Matrix};
 
 /// Dimensions of one MLA layer.

@@ -23,25 +23,31 @@ impl<'a> Groups<'a> {
     /// * `pairs`: as long as `ids`;
     /// * `distinct`: as long as the number of different ids can be.
     #[must_use]
-    pub(crate) fn new(ids: &[u32], starts: &'a mut [u32], pairs: &'a mut [u32], distinct: &'a mut [ExpertId]) -> Self {
+    pub(crate) fn new(
+        ids: &[ExpertId],
+        starts: &'a mut [u32],
+        pairs: &'a mut [u32],
+        distinct: &'a mut [ExpertId],
+    ) -> Self {
         starts.fill(0);
         for &id in ids {
-            starts[id as usize] += 1;
+            starts[id.get()] += 1;
         }
         let (mut sum, mut found) = (0, 0);
-        for (id, start) in starts.iter_mut().enumerate() {
+        let (last, counts) = starts.split_last_mut().expect("one more than there are experts");
+        for (id, start) in (0..=u16::MAX).map(ExpertId).zip(counts) {
             if *start > 0 {
-                // The config holds no more experts than there are ids.
-                distinct[found] = ExpertId(u16::try_from(id).unwrap_or(u16::MAX));
+                distinct[found] = id;
                 found += 1;
             }
             sum += *start;
             *start = sum;
         }
+        *last = sum;
         // Filling each group from its end leaves `starts` at the group's beginning and the pairs
         // of a group in rising order.
         for (pair, &id) in ids.iter().enumerate().rev() {
-            let start = &mut starts[id as usize];
+            let start = &mut starts[id.get()];
             *start -= 1;
             // Positions times picks fit a u32: `starts` has counted them.
             pairs[*start as usize] = u32::try_from(pair).unwrap_or(u32::MAX);
@@ -63,7 +69,7 @@ mod tests {
 
     #[test]
     fn every_pick_is_in_its_expert_s_group() {
-        let ids = [3, 0, 3, 1, 0, 3];
+        let ids = [3, 0, 3, 1, 0, 3].map(ExpertId);
         let (mut starts, mut pairs, mut distinct) = ([9; 5], [9; 6], [ExpertId(9); 4]);
         let groups = Groups::new(&ids, &mut starts, &mut pairs, &mut distinct);
         assert_eq!(groups.distinct, [0, 1, 3].map(ExpertId));

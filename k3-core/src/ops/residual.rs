@@ -1,7 +1,14 @@
 //! Attention residuals: what replaces the residual stream (spec 3.1).
 //!
 //! Every sub-layer reads a softmax mix of the finished blocks and the running sum. The keys are
-//! normed, the values are raw.
+//! normed, the values are raw:
+//!
+//! ```text
+//! score_j = (fold . v_j) / sqrt(mean(v_j^2) + eps)      p = softmax(score)      mix = sum_j p_j v_j
+//! ```
+//!
+//! The first source is the embedding. In a layer that is a multiple of `attn_res_block_size` the running
+//! sum ends as a block: the attention's output begins a new one instead of being added.
 //!
 //! ```
 //! use k3_core::backend::Backend;
@@ -14,17 +21,24 @@
 //! assert_eq!(out, [0.5, 0.5]);
 //! ```
 
-use super::norm::{inverse_rms, round};
+use super::norm::inverse_rms;
 use super::softmax::softmax;
 use crate::backend::Backend;
 use crate::exec::{Executor, Parts};
+use crate::math::round;
 
 /// `out[t] = sum_j p_j * v_j[t]` over `sources` vectors per position.
 ///
 /// * `values`: `[sources, positions, hidden]`, of which the first `sources` count;
 /// * `fold`: `[hidden]`, norm weight times projection weight;
 /// * `scores`: scratch, at least `[positions, stride]` with `stride >= sources`;
-/// * `out`: `[positions, hidden]`.
+/// * `out`: `[positions, hidden]`;
+/// * `eps`: config `rms_norm_eps`.
+///
+/// # Panics
+/// If `fold` or `out` is empty, or `values` or `scores` are shorter than that.
+///
+/// **Source.** Spec 3.1.
 #[expect(clippy::too_many_arguments, reason = "one per quantity of the formula")]
 pub fn mix<X: Executor>(
     backend: Backend,

@@ -13,8 +13,8 @@
 //! assert_eq!(scores, [0.5, 0.5, 0.0]);
 //! ```
 
-use super::norm::round;
 use crate::backend::Backend;
+use crate::math::round;
 
 /// Replaces scores by probabilities.
 pub fn softmax(backend: Backend, scores: &mut [f32]) {

@@ -596,10 +596,10 @@ pub fn trace(data: &[u8]) {
 pub fn trace_seeds() -> Vec<Vec<u8>> {
     let mut own = Vec::new();
     expert_trace::begin(&mut own, 2).expect("memory");
-    for step in 0..6_u32 {
+    for step in 0..6_u16 {
         for layer in 1..4_u16 {
-            let ids = [u32::from(layer) * step % 5, 7, step];
-            expert_trace::record(&mut own, step, k3_core::view::LayerIndex(layer), &ids).expect("memory");
+            let ids = [layer * step % 5, 7, step].map(k3_core::view::ExpertId);
+            expert_trace::record(&mut own, step.into(), k3_core::view::LayerIndex(layer), &ids).expect("memory");
         }
     }
     let mut pairs = vec![2, 2];
