@@ -9,6 +9,7 @@
 //! [`read_exact_at`] takes any range, through a small buffer of its own if it must. To avoid that copy,
 //! ask [`Window`] for the aligned range that covers the wanted one and use [`read_window`].
 
+mod clock;
 mod detour;
 mod disk;
 mod faulty;
@@ -127,6 +128,13 @@ impl Stamp {
             mtime: (meta.mtime(), meta.mtime_nsec()),
             ctime: (meta.ctime(), meta.ctime_nsec()),
         }
+    }
+
+    /// Whether a file that had the one stamp and has the other is one file, and was not written to. It may
+    /// have another name or other permissions, which count in [`Stamp::ctime`].
+    #[must_use]
+    pub fn same_bytes(&self, other: &Self) -> bool {
+        (self.dev, self.ino, self.len, self.mtime) == (other.dev, other.ino, other.len, other.mtime)
     }
 }
 

@@ -14,6 +14,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::clock::Clock;
 use super::{ReadAt, ReadError, ReadFault, Schedule, Window, error, read_window};
 use crate::aligned::AlignedBuf;
 
@@ -132,6 +133,8 @@ struct Shared {
     bytes: AtomicU64,
     /// What each thread waits for the system to answer.
     waits: Vec<Mutex<Option<Wait>>>,
+    /// The time that those who wait measure patience in.
+    clock: Mutex<Clock>,
     schedule: Option<Arc<dyn Schedule>>,
 }
 
@@ -139,14 +142,18 @@ struct Shared {
 struct Wait {
     file: Arc<dyn ReadAt>,
     offset: u64,
-    /// When the last byte came, or the read began.
-    since: Instant,
+    /// When the last byte came, or the read began, by the pool's clock.
+    since: Duration,
 }
 
 impl Shared {
     /// The queue is consistent whenever the lock is free, so a panic elsewhere does not spoil it.
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now(&self) -> Duration {
+        self.clock.lock().unwrap_or_else(PoisonError::into_inner).look()
     }
 }
 
@@ -186,6 +193,7 @@ impl ReadPool {
             idle: Condvar::new(),
             bytes: AtomicU64::new(0),
             waits: (0..threads).map(|_| Mutex::default()).collect(),
+            clock: Mutex::new(Clock::new()),
             schedule,
         };
         let mut pool = Self { shared: Arc::new(shared), workers: Vec::new() };
@@ -223,13 +231,16 @@ impl ReadPool {
         self.shared.bytes.load(Ordering::Relaxed)
     }
 
-    /// The read that has brought no byte for longest, if that is at least `limit`.
+    /// The read that has brought no byte for longest, if that is at least `limit`. Whoever waits asks again
+    /// and again: between two times no more than a tenth of a second counts, so that a process that was
+    /// stopped and continued does not blame the disk.
     #[must_use]
     pub fn stalled(&self, limit: Duration) -> Option<ReadError> {
+        let now = self.shared.now();
         let waits = self.shared.waits.iter().map(|w| w.lock().unwrap_or_else(PoisonError::into_inner));
         let oldest = waits.filter(|w| w.is_some()).min_by_key(|w| w.as_ref().map(|w| w.since))?;
         let Wait { file, offset, since } = oldest.as_ref()?;
-        let waited = since.elapsed();
+        let waited = now.saturating_sub(*since);
         (waited >= limit).then(|| error(&**file, *offset, ReadFault::Stalled { seconds: waited.as_secs() }))
     }
 
@@ -298,7 +309,7 @@ fn work(shared: &Shared, number: usize) {
         let result = extents.iter().try_for_each(|extent| {
             // The buffer's contents are unspecified after an error, so a broken-off write is fine.
             let read = catch_unwind(AssertUnwindSafe(|| {
-                let watched = Watched { file: &extent.file, wait: &shared.waits[number] };
+                let watched = Watched { file: &extent.file, wait: &shared.waits[number], shared };
                 watched.set(Some(extent.window.start()));
                 read(extent, &watched, &mut buffer)
             }));
@@ -344,11 +355,12 @@ fn read(extent: &Extent, file: &dyn ReadAt, buffer: &mut AlignedBuf) -> Result<u
 struct Watched<'a> {
     file: &'a Arc<dyn ReadAt>,
     wait: &'a Mutex<Option<Wait>>,
+    shared: &'a Shared,
 }
 
 impl Watched<'_> {
     fn set(&self, offset: Option<u64>) {
-        let wait = offset.map(|offset| Wait { file: Arc::clone(self.file), offset, since: Instant::now() });
+        let wait = offset.map(|offset| Wait { file: Arc::clone(self.file), offset, since: self.shared.now() });
         *self.wait.lock().unwrap_or_else(PoisonError::into_inner) = wait;
     }
 }

@@ -5,18 +5,19 @@
 //! read first. A file that is being read is never closed; if all places are being read from, the
 //! next reader waits for one.
 //!
-//! A file that opens again must be the one it was: same length, and same [`Stamp`] where the source
-//! has them. A set can be told the stamps of files that were read before it was made, so that what
+//! A file that opens again must be the one it was: same length, and a [`Stamp`] of the
+//! [same bytes](Stamp::same_bytes) where the source has them. A set can be told the stamps of files that were read before it was made, so that what
 //! was checked in them still holds.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
+use super::clock::Clock;
 use super::{MAX_ALIGNMENT, ReadAt, ReadError, ReadFault, Schedule, Source, Stamp};
 
 /// How many files a set should keep open in this process: half of the soft limit on descriptors,
@@ -27,7 +28,7 @@ pub fn open_limit() -> usize {
     usize::try_from(soft / 2).unwrap_or(usize::MAX).clamp(1, 256)
 }
 
-/// A file had another length or [`Stamp`] when it was opened again, so it is not the file it was. Comes
+/// A file had another length or [`Stamp`] when it was opened again, so its bytes are not what they were. Comes
 /// inside an [`io::Error`] of kind [`io::ErrorKind::InvalidData`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Changed {
@@ -97,7 +98,7 @@ impl FileSet {
     }
 
     /// The same of files that were read before. Each is refused, by [`Changed`], if its stamp is not
-    /// the one given.
+    /// one of the [same bytes](Stamp::same_bytes) as the one given.
     #[must_use]
     pub fn with_stamps(source: Arc<dyn Source>, files: Vec<(PathBuf, Option<Stamp>)>, limit: usize) -> Self {
         let (paths, stamps): (Vec<_>, Vec<_>) = files.into_iter().unzip();
@@ -163,7 +164,7 @@ impl FileSet {
         for (i, file, was) in open {
             let failed = |e| ReadError { path: self.0.paths[i].clone(), offset: 0, fault: ReadFault::System(e) };
             let Some(now) = file.stamp_now().map_err(failed)? else { continue };
-            if (now.len, now.mtime) != (was.len, was.mtime) {
+            if !now.same_bytes(&was) {
                 let changed = Changed { was: was.len, now: now.len };
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidData, changed)));
             }
@@ -215,7 +216,7 @@ impl Inner {
                         }
                         if state.open > 0 {
                             state.limit = state.open;
-                        } else if refused.get_or_insert_with(Instant::now).elapsed() < SCARCE {
+                        } else if refused.get_or_insert_with(Clock::new).look() < SCARCE {
                             // None of ours to close: whoever has them may be about to, such as an open
                             // of ours that failed at the same moment, or `check`.
                             drop(state);
@@ -266,7 +267,7 @@ impl Inner {
         std::mem::forget(place);
         let mut state = self.lock();
         let known = state.stamps[index];
-        let same = known.is_none() || stamp.is_none() || known == stamp;
+        let same = known.zip(stamp).is_none_or(|(was, now)| was.same_bytes(&now));
         let was = known.map(|s| s.len).or_else(|| state.facts[index].map(|f| f.0)).unwrap_or(now);
         if !same || was != now {
             drop(state);
@@ -589,6 +590,26 @@ mod tests {
         // A set that was told nothing has nothing to hold it against.
         let set = FileSet::new(Arc::new(Disk::default()), paths, 8);
         read_exact_at(&*set.file(2).unwrap(), &mut [0; 4], 0).unwrap();
+    }
+
+    /// The story: with few descriptors, a `chmod` ended the run as if somebody had written to the file.
+    #[test]
+    fn names_and_permissions_may_change() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let paths = shards(&dir, 2);
+        let set = FileSet::new(Arc::new(Disk::default()), paths.clone(), 1);
+        let files: Vec<_> = (0..2).map(|i| set.file(i).unwrap()).collect();
+        for mode in [0o600, 0o640] {
+            for (file, path) in files.iter().zip(&paths) {
+                read_exact_at(&**file, &mut [0; 4], 0).unwrap();
+                // Attributes change at times that a coarse clock can tell apart.
+                std::thread::sleep(Duration::from_millis(20));
+                std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+                std::fs::hard_link(path, path.with_extension(format!("{mode}"))).unwrap();
+                set.check().unwrap();
+            }
+        }
     }
 
     #[test]
