@@ -2,13 +2,14 @@
 //!
 //! The bytes go to a file without a name, which takes its name when it is whole: a process that is
 //! killed leaves nothing, and an older file stays as it was. A file system that has no such files
-//! gets a hidden neighbour, `.k3-PID.part`, which is renamed. What is no regular file (a pipe, a
+//! gets a hidden neighbour, `.k3-PID.part`, which is renamed. A new file has the permissions of the one it
+//! replaces. What is no regular file (a pipe, a
 //! device) cannot appear: it is written as it is.
 
 use crate::fail::Failure;
 use crate::input;
 use crate::signals;
-use k3_platform::io::{give_name, unnamed};
+use k3_platform::io::{give_name, take_after, unnamed};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -56,18 +57,19 @@ impl Output {
             Ok(there) if there.file_type().is_fifo() => (open_pipe(path)?, None),
             Ok(there) if !there.is_file() => (File::options().write(true).open(path)?, None),
             there => {
-                // What a link leads to is replaced, not the link; and only what may be written.
-                let target = match there {
+                // What a link leads to is replaced, not the link; and only what may be written. Whoever may not
+                // read the old file may not read the new one while it is written, either.
+                let (target, mode) = match there {
                     Ok(_) => {
                         File::options().append(true).open(path)?;
-                        path.canonicalize()?
+                        (path.canonicalize()?, 0o600)
                     }
-                    Err(_) => path.to_owned(),
+                    Err(_) => (path.to_owned(), 0o666),
                 };
                 if target.file_name().is_none() {
                     return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not the name of a file"));
                 }
-                let (file, temporary) = begin(&target)?;
+                let (file, temporary) = begin(&target, mode)?;
                 (file, Some(Unfinished { target, temporary }))
             }
         };
@@ -82,6 +84,9 @@ impl Output {
         self.out.flush()?;
         if let Some(Unfinished { target, temporary }) = &self.unfinished {
             let file = &self.out.get_ref().0;
+            if let Ok(old) = std::fs::metadata(target) {
+                take_after(file, &old)?;
+            }
             file.sync_all()?;
             match temporary {
                 Some(temporary) => std::fs::rename(temporary, target)?,
@@ -141,12 +146,12 @@ fn neighbour(target: &Path) -> PathBuf {
 }
 
 /// A file for the bytes of `target`, and its name if it has to have one.
-fn begin(target: &Path) -> io::Result<(File, Option<PathBuf>)> {
-    if let Some(file) = unnamed(target)? {
+fn begin(target: &Path, mode: u32) -> io::Result<(File, Option<PathBuf>)> {
+    if let Some(file) = unnamed(target, mode)? {
         return Ok((file, None));
     }
     let temporary = neighbour(target);
-    Ok((File::options().write(true).create_new(true).open(&temporary)?, Some(temporary)))
+    Ok((File::options().write(true).create_new(true).mode(mode).open(&temporary)?, Some(temporary)))
 }
 
 /// Gives a file without a name the one it is for.
@@ -261,6 +266,25 @@ mod tests {
         output.write_all(b"third").unwrap();
         output.finish().unwrap();
         assert_eq!((std::fs::read(&path).unwrap(), count()), (b"third".to_vec(), 1));
+    }
+
+    /// The story: a file that only its owner could read was everybody's after the next run.
+    #[test]
+    fn a_file_that_is_replaced_keeps_its_permissions() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x");
+        let new = || Output::create(&path).unwrap().finish().unwrap();
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        File::create_new(dir.path().join("y")).unwrap();
+        let usual = std::fs::metadata(dir.path().join("y")).unwrap().permissions().mode() & 0o777;
+        new();
+        assert_eq!(mode(), usual);
+        for wanted in [0o600, 0o640, 0o666] {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(wanted)).unwrap();
+            new();
+            assert_eq!(mode(), wanted);
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::experts;
 use crate::index::Index;
-use crate::io::{FileSet, PATIENCE, Source as Opener, open_limit, read_exact_at};
+use crate::io::{Changed, FileSet, PATIENCE, ReadAt, Source as Opener, open_limit, read_exact_at};
 use crate::pack::Pack;
 use crate::plan::{Plan, Request, Sizes, plan};
 use crate::segment::{Form, Piece, Place, Segment, Source};
@@ -11,6 +11,7 @@ use crate::walk::Walk;
 use k3_core::checkpoint::{GlobalTensor, Tensor, head_tensors, layer_bytes, layer_tensors};
 use k3_core::config::ModelConfig;
 use k3_core::view::TokenId;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -176,6 +177,20 @@ impl Checkpoint {
         let pack = pack.map(|p| (p.path().to_owned(), p.stamp()));
         let files = shards.chain(pack).collect();
         FileSet::with_stamps(Arc::clone(&self.opener), files, open_limit()).with_patience(self.patience)
+    }
+
+    /// A shard of which little is read before there is a plan, if it is still the file whose header was read.
+    pub(crate) fn shard(&self, number: u16) -> Result<Arc<dyn ReadAt>, Error> {
+        let shard = self.index.shards().get(usize::from(number)).ok_or(Error::Order)?;
+        let path = self.dir.join(&shard.name);
+        let failed = |source| Error::open(&path, source);
+        let file = self.opener.open_cached(&path).map_err(failed)?;
+        let (was, now) = (shard.len, file.len().map_err(failed)?);
+        let same = shard.stamp.zip(file.stamp()).is_none_or(|(was, now)| was.same_bytes(&now));
+        if was != now || !same {
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidData, Changed { was, now })));
+        }
+        Ok(file)
     }
 
     /// Bytes of weights that a generated token is multiplied with: of the trunk with its head, and of

@@ -43,12 +43,15 @@
 //! anything fails it stays. States go to the new file at the moment they
 //! are reached, through one buffer of a megabyte: no second copy of a state is ever in memory. A lock on
 //! `NAME.lock` keeps two runs from one session.
+//!
+//! What was said is nobody else's business: a session that is begun can be read by its owner only. One that is
+//! replaced keeps the permissions that it has got since.
 
 use crate::checkpoint::Checkpoint;
 use crate::checksum::Checksum;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::io::{ReadError, give_name, read_exact_at, unnamed};
+use crate::io::{give_name, read_exact_at, take_after, unnamed};
 use k3_core::checkpoint::{GlobalTensor, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::math::canonical_bits;
@@ -56,7 +59,7 @@ use k3_core::model::Parts;
 use k3_core::view::TokenId;
 use std::fs::File;
 use std::io::{self, Write as _};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 8] = b"k3sess\r\n";
@@ -71,6 +74,9 @@ pub const BUFFER_BYTES: u64 = BUFFER as u64;
 
 /// Most states a file holds besides the last one, whatever their size.
 pub const MOST_STATES: usize = 64;
+
+/// Permissions of a session that is begun.
+const PRIVATE: u32 = 0o600;
 
 /// Most ids a file may claim to hold.
 const MOST_IDS: u64 = 1 << 26;
@@ -245,14 +251,12 @@ fn config_digest(c: &ModelConfig) -> u64 {
 
 /// A digest of the three small tensors outside the layers: a model that was trained further has others.
 fn weights_digest(checkpoint: &Checkpoint) -> Result<u64, Error> {
-    let files = checkpoint.files();
     let mut sum = Checksum::default();
     for tensor in [GlobalTensor::OutResNorm, GlobalTensor::OutResProj, GlobalTensor::FinalNorm] {
         let tensor = Tensor::Global(tensor);
         let place = checkpoint.index().place(tensor, checkpoint.config());
         let mut bytes = vec![0; checkpoint.index().stored_bytes(tensor, checkpoint.config())];
-        let file = files.file(usize::from(place.shard)).ok_or(Error::Order)?;
-        read_exact_at(&*file, &mut bytes, place.offset).map_err(|e: ReadError| Error::Read(e))?;
+        read_exact_at(&*checkpoint.shard(place.shard)?, &mut bytes, place.offset)?;
         sum.update(&bytes);
     }
     Ok(sum.finish())
@@ -513,9 +517,13 @@ impl Session {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
         }
-        let (file, named) = match unnamed(&path).map_err(failed)? {
+        let (file, named) = match unnamed(&path, PRIVATE).map_err(failed)? {
             Some(file) => (file, false),
-            None => (File::options().create_new(true).read(true).write(true).open(&path).map_err(failed)?, true),
+            None => {
+                let mut options = File::options();
+                options.create_new(true).read(true).write(true).mode(PRIVATE);
+                (options.open(&path).map_err(failed)?, true)
+            }
         };
         let mut new = New { file, path: path.clone(), named, states: Vec::new(), done: false };
         if let Some(old) = &self.old {
@@ -852,6 +860,10 @@ impl New {
         // Last: what is not complete does not begin as a session does.
         self.write(&header.write(), 0)?;
         (&self.file).flush().and_then(|()| self.file.sync_all()).map_err(failed)?;
+        // As they are now, and not as they were when this run began.
+        if let Ok(old) = std::fs::metadata(path) {
+            take_after(&self.file, &old).map_err(failed)?;
+        }
         if !self.named {
             give_name(&self.file, &self.path).map_err(failed)?;
             self.named = true;

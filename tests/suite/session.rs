@@ -258,6 +258,29 @@ fn another_model_is_refused_and_so_is_a_second_run() {
     assert!(matches!(session(folder.path(), &dirs[0], 0), Err(SessionError::NotAFile { .. })));
 }
 
+/// The story: a session that only its owner could read was everybody's after the next run.
+#[test]
+fn what_was_said_is_for_its_owner() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = checkpoints().swap_remove(0);
+    let folder = tempfile::tempdir().unwrap();
+    let path = file(&folder);
+    let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+    let mut engine = started(&dir, 5);
+    let few = ids(3, 100);
+    let mut s = session(&path, &dir, 0).unwrap();
+    s.resume(&mut engine, &few).unwrap();
+    read(&mut engine, &few);
+    s.save_and_go_on(&mut engine, &few).unwrap();
+    assert_eq!(mode(), 0o600);
+    // Whatever the owner makes of it stays, also if that is while a run has it.
+    for wanted in [0o640, 0o604, 0o600] {
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(wanted)).unwrap();
+        s.save_and_go_on(&mut engine, &few).unwrap();
+        assert_eq!(mode(), wanted);
+    }
+}
+
 /// Saves as a run does: states on the way, a stop in the middle.
 struct Saving<'s> {
     session: &'s mut Session,

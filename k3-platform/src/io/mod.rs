@@ -35,7 +35,7 @@ pub use pool::{Check, Done, Extent, Job, Priority, ReadPool};
 pub use schedule::Schedule;
 pub use set::{Changed, FileSet, PATIENCE, open_limit};
 pub use throttled::Throttled;
-pub use unnamed::{give_name, unnamed};
+pub use unnamed::{give_name, take_after, unnamed};
 
 /// The largest value [`ReadAt::alignment`] may have, in bytes. A buffer sized with room for it fits
 /// every file.

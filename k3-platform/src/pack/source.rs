@@ -2,9 +2,8 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
-use crate::io::{Changed, ReadAt, read_exact_at};
+use crate::io::{ReadAt, read_exact_at};
 use crate::segment::Source;
-use std::io;
 use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -44,7 +43,7 @@ impl Digests {
             let shard = source.place.shard;
             let file = match open.take().filter(|(number, _)| *number == shard) {
                 Some((_, file)) => file,
-                None => shard_file(checkpoint, shard)?,
+                None => checkpoint.shard(shard)?,
             };
             let offset = source.place.offset + ((len - wanted) / 2) as u64;
             read_exact_at(&*file, &mut samples[start..], offset)?;
@@ -56,19 +55,6 @@ impl Digests {
             samples: xxh3_128(&samples).to_le_bytes(),
         })
     }
-}
-
-/// A shard, if it is still the file whose header was read.
-fn shard_file(checkpoint: &Checkpoint, number: u16) -> Result<Arc<dyn ReadAt>, Error> {
-    let shard = checkpoint.index().shards().get(usize::from(number)).ok_or(Error::Order)?;
-    let path = checkpoint.dir().join(&shard.name);
-    let failed = |source| Error::open(&path, source);
-    let file = checkpoint.opener().open_cached(&path).map_err(failed)?;
-    let (was, now) = (shard.len, file.len().map_err(failed)?);
-    if was != now || (shard.stamp.is_some() && file.stamp().is_some() && shard.stamp != file.stamp()) {
-        return Err(failed(io::Error::new(io::ErrorKind::InvalidData, Changed { was, now })));
-    }
-    Ok(file)
 }
 
 /// The tensors of a pack, group by group: the embedding, the layers, the head.
