@@ -39,6 +39,26 @@ pub fn outside(name: &str) -> Option<PathBuf> {
     None
 }
 
+/// Whether this process runs the test of this name and nothing else. If it does not, it has another one do so,
+/// and fails as that one does: what the test says of its process is then not about the tests beside it.
+///
+/// # Panics
+/// If the test fails, or is not there.
+#[must_use]
+pub fn alone(test: &str) -> bool {
+    const ALONE: &str = "K3_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some_and(|name| name == test) {
+        return true;
+    }
+    let mut process = std::process::Command::new(std::env::current_exe().expect("this program"));
+    process.args(["--exact", test, "--nocapture", "--test-threads", "1"]).env(ALONE, test);
+    let output = process.output().expect("this program");
+    let [out, err] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    print!("{out}{err}");
+    assert!(output.status.success() && out.contains("1 passed"), "{test}: {}", output.status);
+    false
+}
+
 /// Little-endian f32 values of a file.
 ///
 /// # Panics

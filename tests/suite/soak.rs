@@ -9,7 +9,7 @@ use k3_platform::engine::Engine;
 use k3_platform::error::Error;
 use k3_platform::io::{Disk, Faults, Faulty, Mode};
 use k3_platform::memory::rss;
-use k3_tests::{checkpoints, root};
+use k3_tests::{alone, checkpoints, root};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -126,6 +126,10 @@ fn soak(dir: &Path, tokens: usize, above_floor: u64, seed: u64) {
 /// A few dozen tokens at the floor (a ring and an arena of one slot) and a little above it.
 #[test]
 fn cancels_and_resumes_change_no_id() {
+    // Other tests of this process would have their memory counted.
+    if !alone("soak::cancels_and_resumes_change_no_id") {
+        return;
+    }
     let dir = &checkpoints()[0];
     soak(dir, 60, 0, 1);
     soak(dir, 60, 400_000, 2);
