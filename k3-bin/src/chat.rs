@@ -39,6 +39,8 @@ const HELP: &str = "\
 Ctrl-C ends an answer, and a second one the program.
 A change of /system or /think is read from the beginning with the next message.";
 
+const AGAIN: &str = "Ctrl-C again, or /quit, ends the program";
+
 /// Shows an answer while it comes: thinking on standard error, the rest on standard output.
 struct Show {
     quiet: bool,
@@ -459,10 +461,21 @@ impl Conversation<'_> {
     /// Talks until somebody has enough.
     fn dialogue(&mut self) -> Result<u8, Failure> {
         let mut lines = Lines::new();
-        let mut interrupts = 0;
+        let (mut interrupts, mut begun) = (0, false);
         loop {
-            // Between answers a signal ends the program: there is nothing to lose.
-            self.run.stop.store(true, Ordering::SeqCst);
+            // Between answers a signal ends the program: there is nothing to lose. One that came before, while
+            // the model was opened or an answer was told and kept, was seen by nobody so far. Ctrl-C is for the
+            // answer; whoever terminates means the program.
+            if self.run.stop.swap(true, Ordering::SeqCst) {
+                if !begun || signals::terminated() {
+                    return Ok(signals::code());
+                }
+                if interrupts == 0 {
+                    interrupts = 1;
+                    note(AGAIN);
+                }
+            }
+            begun = true;
             let line = lines.next("> ").map_err(|e| Failure::output(Path::new("standard input"), &e))?;
             self.run.stop.store(false, Ordering::SeqCst);
             let line = match line {
@@ -470,7 +483,7 @@ impl Conversation<'_> {
                 Line::Interrupt if interrupts > 0 => return Ok(130),
                 Line::Interrupt => {
                     interrupts += 1;
-                    note("Ctrl-C again, or /quit, ends the program");
+                    note(AGAIN);
                     continue;
                 }
                 Line::Text(line) => line,
@@ -486,9 +499,6 @@ impl Conversation<'_> {
                     Err(failure) => {
                         failure.print();
                         // As for an answer: a pipe that nobody opened was waited for.
-                        if signals::stopped() && signals::terminated() {
-                            return Ok(signals::code());
-                        }
                         interrupts = u32::from(signals::stopped());
                     }
                 }
@@ -504,10 +514,6 @@ impl Conversation<'_> {
                     interrupts = u32::from(turn.outcome.finish == Finish::Cancelled);
                     if let Err(failure) = turn.saved {
                         failure.print();
-                    }
-                    // Ctrl-C is for the answer. Whoever terminates means the program.
-                    if turn.outcome.finish == Finish::Cancelled && signals::terminated() {
-                        return Ok(signals::code());
                     }
                 }
                 // What was asked can be asked again, shorter; everything else ends the program.
