@@ -537,7 +537,8 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Session")]
 pub(crate) struct Session {
-    /// Keeps the sequence in a file, and goes on from it: only what is new is read.
+    /// Keeps the sequence in a file, and goes on from it: only what is new is read. Nobody else can read a new
+    /// one.
     #[arg(long, value_name = "FILE")]
     pub(crate) session: Option<PathBuf>,
 

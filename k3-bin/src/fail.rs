@@ -3,11 +3,12 @@
 use crate::signals;
 use k3_core::model::ForwardError;
 use k3_platform::error::Error;
-use k3_platform::io::ReadFault;
+use k3_platform::io::{Changed, ReadFault};
 use k3_platform::pack::PackFault;
 use k3_platform::session::SessionError;
 use k3_platform::synth::SynthError;
 use std::io::{ErrorKind, IsTerminal as _, Write as _};
+use std::path::Path;
 
 /// A check that was asked for failed.
 pub(crate) const CHECK: u8 = 1;
@@ -24,6 +25,9 @@ pub(crate) const NON_FINITE: u8 = 6;
 
 /// What to do about a disk that brings nothing.
 const SILENT: &str = "the disk, or the way to it, does not answer; --io-timeout SECONDS waits longer";
+
+/// What to do about a file that is not what it was.
+const CHANGED: &str = "something writes to the model's folder: let it finish";
 
 /// Why the command stops.
 #[derive(Debug)]
@@ -42,13 +46,24 @@ impl Failure {
     }
 
     /// Writing to `what` failed.
-    pub(crate) fn output(what: &std::path::Path, error: &std::io::Error) -> Self {
+    pub(crate) fn output(what: &Path, error: &std::io::Error) -> Self {
         Self { code: IO, message: format!("{}: {error}", what.display()), hint: None }
     }
 
     /// A file to be written cannot be: said before anything is computed.
-    pub(crate) fn target(what: &std::path::Path, error: &std::io::Error) -> Self {
+    pub(crate) fn target(what: &Path, error: &std::io::Error) -> Self {
         Self::usage(format!("{}: {error}", what.display()), "name a file that can be written")
+    }
+
+    /// What is wrong with `file`, which `option` names, or with what it is held against: if the file itself
+    /// cannot be opened, the user named the wrong one.
+    pub(crate) fn named(option: &str, file: &Path, error: Error) -> Self {
+        match &error {
+            Error::Open { path, source } if path == file && is_wrong_name(source.kind()) => {
+                Self::usage(format!("{option} {}: {source}", file.display()), "name a file that can be read")
+            }
+            _ => error.into(),
+        }
     }
 
     pub(crate) fn print(&self) {
@@ -61,6 +76,18 @@ impl Failure {
             let _ = writeln!(err, "{green}hint:{plain} {hint}");
         }
     }
+}
+
+/// Whether the system says so of a name, and not of a disk.
+fn is_wrong_name(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::NotFound
+            | ErrorKind::PermissionDenied
+            | ErrorKind::InvalidInput
+            | ErrorKind::NotADirectory
+            | ErrorKind::IsADirectory
+    )
 }
 
 /// From here on a panic of any thread prints where, and ends the process with 134: a bug must not go on
@@ -82,6 +109,9 @@ impl From<Error> for Failure {
                 DAMAGED,
                 Some("MODEL_DIR must hold config.json, model.safetensors.index.json, the shards and tiktoken.model"),
             ),
+            Error::Open { source, .. } if matches!(source.get_ref(), Some(e) if e.is::<Changed>()) => {
+                (IO, Some(CHANGED))
+            }
             Error::Open { source, .. }
                 if matches!(
                     source.kind(),
@@ -138,7 +168,7 @@ impl From<Error> for Failure {
             },
             Error::Read(inner) => match inner.fault {
                 ReadFault::Stalled { .. } => (IO, Some(SILENT)),
-                ReadFault::Shrank { .. } => (IO, Some("something writes to the model's folder: let it finish")),
+                ReadFault::Shrank { .. } => (IO, Some(CHANGED)),
                 ReadFault::System(_) => {
                     (IO, Some("the system could not read this; `k3 verify --hash` finds all such files"))
                 }

@@ -84,7 +84,7 @@ fn check(args: &Args, opener: &Arc<dyn Source>, stop: &Arc<AtomicBool>) -> Resul
     let failed = |error: Error| {
         // A file that is there and is no whole pack is what this command is asked about.
         let failed = matches!(&error, Error::Pack(e) if !matches!(e.fault, PackFault::Version(_)));
-        let failure = Failure::from(error);
+        let failure = Failure::named("--verify", path, error);
         if failed { Failure { code: fail::CHECK, ..failure } } else { failure }
     };
     let pack = Pack::open(path, &**opener).map_err(failed)?;

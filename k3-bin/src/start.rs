@@ -307,7 +307,7 @@ fn use_pack(checkpoint: &mut Checkpoint, common: &Common) -> Result<(), Failure>
         return Ok(());
     }
     if common.trunk != Path::new("auto") {
-        return Ok(checkpoint.use_pack(&common.trunk)?);
+        return checkpoint.use_pack(&common.trunk).map_err(|e| Failure::named("--trunk", &common.trunk, e));
     }
     let found = checkpoint.dir().join(pack::FILE_NAME);
     if found.exists()

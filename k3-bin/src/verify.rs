@@ -467,7 +467,13 @@ fn compare(
             format!("ids are 0 to {}", vocab - 1),
         ));
     }
-    let logits = args.logits.as_deref().map(|path| Reference::open(source, path, vocab)).transpose()?;
+    let logits = match &args.logits {
+        Some(path) => Some(Reference::open(source, path, vocab).map_err(|error| match error {
+            ReferenceError::Read(error) => Failure::named("--logits", path, error),
+            other => other.into(),
+        })?),
+        None => None,
+    };
     if let Some(reference) = logits.as_ref().filter(|r| r.rows() > count as u64) {
         let message = format!("{}: {} rows for {count} ids", reference.path().display(), reference.rows());
         return Err(Failure::usage(message, "there is a row after each id, so a reference has no more rows than ids"));
