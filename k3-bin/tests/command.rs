@@ -16,8 +16,9 @@ mod pack;
 mod trust;
 
 use k3_tests::{checkpoints, json};
+use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 fn k3() -> Command {
     let [first, rest @ ..] = &program()[..] else { unreachable!("it has a name") };
@@ -41,6 +42,11 @@ fn program() -> Vec<&'static str> {
 
 fn code(output: &Output) -> i32 {
     output.status.code().unwrap_or(-1)
+}
+
+/// Sends a signal to a process that nobody has waited for.
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).expect("kill");
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -637,9 +643,38 @@ fn logits_replace_files_and_nothing_else() {
     assert_eq!(std::fs::read_dir(folder.path()).expect("folder").count(), 3, "nothing is left behind");
 }
 
+/// The story: whoever mistyped an option's file was told that MODEL_DIR is incomplete.
+#[test]
+fn a_file_that_an_option_names_is_the_users_mistake() {
+    let model = tiny();
+    let folder = tempfile::tempdir().expect("a folder");
+    let (model, folder) = (model.to_str().expect("a path"), folder.path().to_str().expect("a path"));
+    for file in ["/no/such/file.npy", folder] {
+        let hint = "name a file that can be read";
+        for (option, args) in [
+            ("--trunk", &["run", "--ids", "1", model, "--trunk", file][..]),
+            ("--trunk", &["plan", model, "--trunk", file]),
+            ("--trunk", &["inspect", model, "--trunk", file]),
+            ("--logits", &["verify", model, "--ids", "1", "--logits", file]),
+            ("--verify", &["pack", "--verify", file]),
+            ("--verify", &["pack", "--verify", file, model]),
+        ] {
+            let output = k3().args(args).output().expect("k3");
+            let message = text(&output.stderr);
+            assert_eq!(code(&output), 2, "{args:?}: {message}");
+            assert!(message.contains(&format!("{option} {file}: ")) && message.contains(hint), "{args:?}: {message}");
+        }
+    }
+    // A directory that is none is still no checkpoint.
+    let output = k3().args(["pack", "--verify", "/no/such", "/no/such/either"]).output().expect("k3");
+    assert_eq!(code(&output), 2);
+    let output = k3().args(["run", "--ids", "1", "/no/such"]).output().expect("k3");
+    assert!(code(&output) == 3 && text(&output.stderr).contains("MODEL_DIR"), "{}", text(&output.stderr));
+}
+
 #[test]
 fn a_signal_ends_a_text_with_what_there_is() {
-    for (signal, expected) in [("INT", 130), ("TERM", 143)] {
+    for (signal, expected) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let child = k3()
             .args(["run", "--ids", "1,2,3", "--max-tokens", "1000000", "--ignore-eos", "--json", "--quiet"])
             .arg(tiny())
@@ -648,8 +683,7 @@ fn a_signal_ends_a_text_with_what_there_is() {
             .spawn()
             .expect("k3");
         std::thread::sleep(std::time::Duration::from_millis(700));
-        let sent = Command::new("kill").args([&format!("-{signal}"), &child.id().to_string()]).status().expect("kill");
-        assert!(sent.success());
+        send(&child, signal);
         let output = child.wait_with_output().expect("k3");
         assert_eq!(code(&output), expected, "{}", text(&output.stderr));
         let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -1201,8 +1235,7 @@ fn an_interrupted_batch_keeps_what_has_ended() {
         assert!(child.try_wait().expect("wait").is_none(), "it ended before it was interrupted");
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill");
-    assert!(sent.success());
+    send(&child, Signal::INT);
     assert_eq!(child.wait().expect("wait").code(), Some(130));
     let kept = results(&output);
     assert!((3..60).contains(&kept.len()), "{} texts", kept.len());

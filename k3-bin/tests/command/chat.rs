@@ -2,6 +2,7 @@
 
 use super::tiny;
 use k3_tests::root;
+use rustix::process::Signal;
 use serde_json::Value;
 use std::io::Write as _;
 use std::path::Path;
@@ -463,13 +464,46 @@ fn a_dialogue_that_is_terminated_ends_and_is_kept() {
     let mut stdin = child.stdin.take().expect("a pipe");
     stdin.write_all(b"one\n").expect("write");
     std::io::Read::read_exact(child.stdout.as_mut().expect("a pipe"), &mut [0; 8]).expect("text");
-    let kill = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill");
-    assert!(kill.success());
+    super::send(&child, Signal::TERM);
     // A program that waits for a line waits for as long as the pipe is open.
     std::io::Read::read_to_end(child.stdout.as_mut().expect("a pipe"), &mut Vec::new()).expect("text");
     assert_eq!(child.wait().expect("k3").code(), Some(143));
     drop(stdin);
     assert!(std::fs::metadata(&session).expect("a session").len() > 1000);
+}
+
+/// The story: a signal that came while the end of an answer was told and kept was forgotten, and the next line was
+/// answered.
+#[test]
+fn a_signal_behind_an_answer_ends_the_dialogue() {
+    let (mut told, mut tells) = std::io::pipe().expect("a pipe");
+    // As much as the pipe holds: what is told behind an answer waits for somebody to read it.
+    rustix::fs::fcntl_setfl(&tells, rustix::fs::OFlags::NONBLOCK).expect("fcntl");
+    for size in [4096, 1] {
+        while tells.write_all(&vec![b'.'; size]).is_ok() {}
+    }
+    rustix::fs::fcntl_setfl(&tells, rustix::fs::OFlags::empty()).expect("fcntl");
+    let mut child = k3(&["chat", "--quiet", "--memory", "200M", "--think", "off", "--max-tokens", "3"])
+        .arg(root().join("fixtures/demo"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(tells)
+        .spawn()
+        .expect("k3");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    stdin.write_all(b"one\n").expect("write");
+    let mut out = child.stdout.take().expect("a pipe");
+    std::io::Read::read_exact(&mut out, &mut [0; 4]).expect("text");
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    super::send(&child, Signal::TERM);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    assert!(child.try_wait().expect("wait").is_none(), "it told nothing");
+    let reader = std::thread::spawn(move || std::io::Read::read_to_end(&mut told, &mut Vec::new()));
+    // What would be answered.
+    stdin.write_all(b"two\n").expect("write");
+    assert_eq!(super::ends::ended(&mut child).code(), Some(143));
+    drop(stdin);
+    reader.join().expect("no panic").expect("read");
 }
 
 /// Ctrl-C ends the answer, and what was read of it is kept.
@@ -486,8 +520,7 @@ fn a_signal_ends_the_answer_and_loses_nothing() {
     // Until there is some of it.
     let mut some = [0; 8];
     std::io::Read::read_exact(child.stdout.as_mut().expect("a pipe"), &mut some).expect("text");
-    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill");
-    assert!(kill.success());
+    super::send(&child, Signal::INT);
     // A pipe that nobody reads would hold it.
     let mut rest = Vec::new();
     std::io::Read::read_to_end(child.stdout.as_mut().expect("a pipe"), &mut rest).expect("text");

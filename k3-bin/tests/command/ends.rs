@@ -1,17 +1,14 @@
 //! How a process ends when it is told to, or killed: soon, and leaving nothing that was not asked for.
 
-use super::{code, k3, text, tiny};
+use super::{code, k3, send, text, tiny};
+use rustix::process::Signal;
 use std::io::Write as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-fn send(child: &Child, signal: &str) {
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill").success());
-}
-
 /// Waits for a process that was told to end once. A minute is not a matter of speed.
-fn ended(child: &mut Child) -> ExitStatus {
+pub(crate) fn ended(child: &mut Child) -> ExitStatus {
     let started = Instant::now();
     loop {
         if let Some(status) = child.try_wait().expect("wait") {
@@ -55,7 +52,7 @@ fn a_pipe_that_nobody_opens_is_left_at_the_first_signal() {
             k3().args(args).arg(&pipe).arg(tiny()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("k3");
         std::thread::sleep(Duration::from_millis(200));
         assert!(child.try_wait().expect("wait").is_none(), "{args:?} did not wait");
-        send(&child, "-TERM");
+        send(&child, Signal::TERM);
         let status = ended(&mut child);
         assert!(status.signal() == Some(15) || status.code() == Some(143), "{args:?}: {status}");
     }
@@ -76,7 +73,7 @@ fn a_dialogue_is_not_held_up_by_a_pipe_that_nobody_opens() {
         writeln!(stdin, "{command} {}", pipe.display()).expect("a line");
         std::thread::sleep(Duration::from_millis(1500));
         assert!(child.try_wait().expect("wait").is_none(), "{command} did not wait");
-        send(&child, "-TERM");
+        send(&child, Signal::TERM);
         assert_eq!(ended(&mut child).code(), Some(143), "{command}");
         drop(stdin);
     }
@@ -115,7 +112,7 @@ fn a_pipe_is_waited_for() {
 /// A signal ends what would never end, and what was begun as JSON is closed.
 #[test]
 fn a_signal_closes_the_object() {
-    for (signal, expected, word) in [("-INT", 130, "interrupted"), ("-TERM", 143, "terminated")] {
+    for (signal, expected, word) in [(Signal::INT, 130, "interrupted"), (Signal::TERM, 143, "terminated")] {
         for command in ["tokenize", "detokenize"] {
             let mut child = k3()
                 .args([command, "--json"])
@@ -152,7 +149,7 @@ fn a_reader_that_takes_nothing_does_not_hold_up_the_end() {
         }
         let mut child = command.arg(tiny()).stdout(write).stderr(Stdio::null()).spawn().expect("k3");
         std::thread::sleep(Duration::from_millis(500));
-        send(&child, "-TERM");
+        send(&child, Signal::TERM);
         let status = ended(&mut child);
         assert_eq!(status.code(), Some(143));
         drop(read);
@@ -167,11 +164,11 @@ fn a_signal_that_was_ignored_stays_ignored() {
     command.args(["run", "--ids", "1,2", "--max-tokens", "1000000", "--ignore-eos", "--quiet", "--json"]);
     let mut child = command.arg(tiny()).env_remove("K3_MODEL").stdout(Stdio::piped()).spawn().expect("sh");
     std::thread::sleep(Duration::from_millis(500));
-    send(&child, "-INT");
-    send(&child, "-INT");
+    send(&child, Signal::INT);
+    send(&child, Signal::INT);
     std::thread::sleep(Duration::from_millis(300));
     assert!(child.try_wait().expect("wait").is_none(), "it ended by a signal that was ignored");
-    send(&child, "-TERM");
+    send(&child, Signal::TERM);
     assert_eq!(ended(&mut child).code(), Some(143));
 }
 
@@ -215,7 +212,7 @@ fn a_kill_at_any_moment_leaves_what_was_asked_for() {
         run.arg(tiny());
         let mut child = run.spawn().expect("k3");
         std::thread::sleep(delay);
-        send(&child, if round % 2 == 0 { "-KILL" } else { "-TERM" });
+        send(&child, if round % 2 == 0 { Signal::KILL } else { Signal::TERM });
         ended(&mut child);
         for name in names(&work) {
             // Under its name a file is whole.

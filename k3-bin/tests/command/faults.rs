@@ -1,8 +1,10 @@
 //! Faults of the disk and of the surroundings, as a person meets them. `tests/README.md` has the table;
 //! each of its lines is a test here or in `tests/suite/faults.rs`.
 
+use super::ends::ended;
 use super::trust::{copy, scales};
-use super::{code, k3, npy, text, tiny};
+use super::{code, k3, npy, send, text, tiny};
+use rustix::process::Signal;
 use serde_json::Value;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -111,7 +113,7 @@ fn a_read_that_never_returns_is_named() {
         .spawn()
         .expect("k3");
     std::thread::sleep(Duration::from_millis(700));
-    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+    send(&child, Signal::TERM);
     let output = child.wait_with_output().expect("k3");
     assert_eq!(code(&output), 143, "{}", text(&output.stderr));
     honest(&output, &expected);
@@ -142,7 +144,7 @@ fn a_small_file_that_never_comes_is_named() {
     command.args(["--quiet", "--io-timeout", "0"]).env("K3_FAULTS", "hang_read=2");
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
     std::thread::sleep(Duration::from_millis(700));
-    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+    send(&child, Signal::TERM);
     let output = child.wait_with_output().expect("k3");
     assert_eq!((code(&output), output.stdout.len()), (143, 0), "{}", text(&output.stderr));
 }
@@ -207,10 +209,112 @@ fn a_pack_gives_up_on_a_disk_that_does_not_answer() {
         let args: Vec<_> = ["--io-timeout", "0"].map(std::ffi::OsStr::new).into_iter().chain(args).collect();
         let child = pack(&faults, &args).spawn().expect("k3");
         std::thread::sleep(Duration::from_millis(700));
-        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+        send(&child, Signal::TERM);
         let output = child.wait_with_output().expect("k3");
         assert_eq!(code(&output), 143, "{faults}: {}", text(&output.stderr));
     }
+}
+
+/// The story: what a session knows its model by was read by nobody but the command itself, which saw neither the
+/// limit nor a signal.
+#[test]
+fn a_session_gives_up_on_a_disk_that_does_not_answer() {
+    if !injected() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let session = |read: u32, seconds: &str| {
+        let mut command = run(&tiny());
+        command.args(["--quiet", "--io-timeout", seconds, "--session"]).arg(folder.path().join(format!("s{read}")));
+        command.env("K3_FAULTS", format!("hang_read={read}")).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    };
+    // From the last headers to the first reads of a pass.
+    let reads = 20..44;
+    let mut running: Vec<_> = reads.map(|read| (read, session(read, "1").spawn().expect("k3"))).collect();
+    for (read, child) in &mut running {
+        assert_eq!(ended(child).code(), Some(5), "read {read}");
+        let mut message = String::new();
+        std::io::Read::read_to_string(child.stderr.as_mut().expect("a pipe"), &mut message).expect("text");
+        for part in ["has brought nothing for", "--io-timeout"] {
+            assert!(message.contains(part), "read {read}: {message}");
+        }
+    }
+    assert!(!std::fs::exists(folder.path().join("s28")).expect("a folder"));
+    // A signal ends the wait as well.
+    let mut running: Vec<_> = (27..31).map(|read| session(read, "0").spawn().expect("k3")).collect();
+    std::thread::sleep(Duration::from_millis(1500));
+    for child in &mut running {
+        send(child, Signal::TERM);
+        assert_eq!(ended(child).code(), Some(143));
+    }
+}
+
+/// The story: the time in which a process was stopped counted as time in which the disk did not answer.
+#[test]
+fn a_run_that_is_stopped_and_continued_is_none_of_the_disks_faults() {
+    let expected = undisturbed();
+    // A disk so slow that a read is always waited for.
+    let mut command = run(&tiny());
+    command.args(["--quiet", "--io-timeout", "1", "--disk-limit", "0.0003"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+    let mut stops = 0;
+    std::thread::sleep(Duration::from_millis(400));
+    while child.try_wait().expect("wait").is_none() {
+        send(&child, Signal::STOP);
+        std::thread::sleep(Duration::from_millis(1400));
+        send(&child, Signal::CONT);
+        stops += 1;
+        // A few are enough; the rest runs in peace.
+        if stops == 6 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(250));
+    }
+    let output = child.wait_with_output().expect("k3");
+    assert_eq!(code(&output), 0, "after {stops} stops: {}", text(&output.stderr));
+    assert!(output.stdout == expected && stops > 2, "{stops}");
+}
+
+/// A dialogue that is being opened, waits for its first line, or was only started, ends at the first signal.
+#[test]
+fn a_signal_ends_a_dialogue_that_has_not_begun() {
+    let model = k3_tests::root().join("fixtures/demo");
+    let moments = [0, 2, 5, 10, 15, 20, 30, 45, 70, 100, 150, 220, 320, 500, 800, 1200];
+    for (i, millis) in moments.into_iter().enumerate() {
+        // Where SIGINT has to be put at its default first, one that comes earlier is lost.
+        let listens = super::program().len() == 1 || millis > 100;
+        let signal = if i % 2 == 0 && listens { Signal::INT } else { Signal::TERM };
+        let mut chat = k3();
+        chat.args(["chat", "--quiet", "--memory", "200M"]).arg(&model).stdin(Stdio::piped());
+        let mut child = chat.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("k3");
+        let stdin = child.stdin.take();
+        std::thread::sleep(Duration::from_millis(millis));
+        send(&child, signal);
+        let status = ended(&mut child);
+        let number = signal.as_raw();
+        // By the signal itself before the command had begun to listen.
+        assert!(
+            status.signal() == Some(number) || status.code() == Some(128 + number),
+            "{millis} ms, {signal:?}: {status}"
+        );
+        drop(stdin);
+    }
+}
+
+/// A rung is read from as the ladder was told to.
+#[test]
+fn a_rung_waits_for_its_disk_as_long_as_the_ladder_was_told() {
+    if !injected() {
+        return;
+    }
+    let mut command = k3();
+    command.args(["ladder", "--json", "--quiet", "--budgets", "64M", "--max-tokens", "2", "--io-timeout", "1"]);
+    let output = command.arg(tiny()).env("K3_FAULTS", "hang_read=40").output().expect("k3");
+    assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let reason = object["rungs"][0]["reason"].as_str().expect("a reason");
+    assert!(reason.contains("has brought nothing for 1 s"), "{reason}");
 }
 
 /// A check of digests that is stopped goes on where it was.
@@ -234,7 +338,7 @@ fn a_check_that_is_interrupted_goes_on() {
     // Behind the reads of the headers and of the first files.
     let child = verify().env("K3_FAULTS", "hang_read=38").spawn().expect("k3");
     std::thread::sleep(Duration::from_millis(1500));
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill").success());
+    send(&child, Signal::INT);
     let output = child.wait_with_output().expect("k3");
     assert_eq!(code(&output), 130, "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("goes on from there") && output.stdout.is_empty());
@@ -309,18 +413,17 @@ fn a_signal_at_any_moment_prints_only_what_is_true() {
     for (i, millis) in [0, 3, 10, 25, 60, 130, 260, 500].into_iter().enumerate() {
         // Where SIGINT has to be put at its default first, one that comes earlier is lost.
         let listens = super::program().len() == 1 || millis > 100;
-        let (name, number) = if i % 2 == 0 && listens { ("INT", 2) } else { ("TERM", 15) };
+        let signal = if i % 2 == 0 && listens { Signal::INT } else { Signal::TERM };
         let child = run("20000").spawn().expect("k3");
         std::thread::sleep(Duration::from_millis(millis));
-        let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status();
-        assert!(sent.expect("kill").success());
+        send(&child, signal);
         let output = child.wait_with_output().expect("k3");
-        if output.status.signal() == Some(number) {
+        if output.status.signal() == Some(signal.as_raw()) {
             // Before the command had begun to listen.
             assert!(output.stdout.is_empty());
             continue;
         }
-        assert_eq!(code(&output), 128 + number, "{}", text(&output.stderr));
+        assert_eq!(code(&output), 128 + signal.as_raw(), "{}", text(&output.stderr));
         let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
         let ids = found["generated_ids"].as_array().expect("ids");
         let common = ids.len().min(whole.len());

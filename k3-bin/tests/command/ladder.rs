@@ -1,9 +1,10 @@
 //! One prompt at several budgets.
 
 use super::limits::{filled, floor};
-use super::{code, k3, text, tiny};
+use super::{code, k3, send, text, tiny};
+use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 /// Rows by column name.
@@ -114,10 +115,6 @@ fn until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-fn send(signal: &str, pid: &str) {
-    assert!(Command::new("kill").args([signal, pid]).status().expect("kill").success());
-}
-
 /// A ladder whose only rung does not end by itself.
 fn endless(out: &Path) -> Child {
     let mut command = k3();
@@ -129,13 +126,13 @@ fn endless(out: &Path) -> Child {
 fn the_run_ends_with_its_ladder_however_that_ends() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("t.tsv");
-    for (signal, expected) in [("-INT", Some(130)), ("-TERM", Some(143)), ("-KILL", None)] {
+    for (signal, expected) in [(Signal::INT, Some(130)), (Signal::TERM, Some(143)), (Signal::KILL, None)] {
         let child = endless(&out);
         let id = child.id();
         until("a rung", || !rungs_of(id).is_empty());
-        send(signal, &id.to_string());
+        send(&child, signal);
         let output = child.wait_with_output().expect("k3");
-        assert_eq!(output.status.code(), expected, "{signal}: {}", text(&output.stderr));
+        assert_eq!(output.status.code(), expected, "{signal:?}: {}", text(&output.stderr));
         until("the rung ends", || rungs_of(id).is_empty());
         if expected.is_some() {
             let table = std::fs::read_to_string(&out).expect("the table");
@@ -144,24 +141,8 @@ fn the_run_ends_with_its_ladder_however_that_ends() {
             assert_eq!((rows.len(), cell(&rows[0], "status")), (1, "cancelled"), "{table}");
             std::fs::remove_file(&out).expect("remove");
         }
-        assert_eq!(std::fs::read_dir(folder.path()).expect("folder").count(), 0, "{signal}");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("folder").count(), 0, "{signal:?}");
     }
-}
-
-/// A rung is read from as the ladder was told to.
-#[test]
-fn a_rung_waits_for_its_disk_as_long_as_the_ladder_was_told() {
-    if !cfg!(debug_assertions) {
-        println!("SKIPPED: faults need a build with debug assertions");
-        return;
-    }
-    let mut command = k3();
-    command.args(["ladder", "--json", "--quiet", "--budgets", "64M", "--max-tokens", "2", "--io-timeout", "1"]);
-    let output = command.arg(tiny()).env("K3_FAULTS", "hang_read=40").output().expect("k3");
-    assert_eq!(code(&output), 5, "{}", text(&output.stderr));
-    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    let reason = object["rungs"][0]["reason"].as_str().expect("a reason");
-    assert!(reason.contains("has brought nothing for 1 s"), "{reason}");
 }
 
 /// As the system kills what takes too much.
@@ -174,7 +155,8 @@ fn a_run_that_is_killed_is_a_row() {
     while killed.len() < 2 {
         until("a rung", || rungs_of(id).iter().any(|p| !killed.contains(p)));
         for rung in rungs_of(id) {
-            send("-KILL", &rung.file_name().expect("a number").to_string_lossy());
+            let number = rung.file_name().and_then(|name| name.to_str()?.parse().ok());
+            kill_process(number.and_then(Pid::from_raw).expect("a number"), Signal::KILL).expect("kill");
             killed.push(rung.clone());
             until("its end", || !rungs_of(id).contains(&rung));
         }

@@ -1,7 +1,8 @@
 //! `k3 pack`, `k3 inspect` and runs from a packed trunk.
 
-use super::{code, k3, text};
+use super::{code, k3, send, text};
 use k3_tests::{copy_dir, root};
+use rustix::process::Signal;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -227,8 +228,7 @@ fn an_interrupted_pack_says_how_to_go_on() {
     while !part.exists() && started.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(Duration::from_millis(5));
     }
-    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill");
-    assert!(kill.success());
+    send(&child, Signal::INT);
     let output = child.wait_with_output().expect("k3");
     let message = text(&output.stderr);
     assert!(code(&output) == 130 && message.contains("out.k3.part") && message.contains("same command"), "{message}");
