@@ -15,10 +15,11 @@ use std::fmt::Write as _;
 
 /// Runs the command. The answer is the exit code of what is not a failure.
 pub(crate) fn inspect(args: &Args) -> Result<u8, Failure> {
-    if let Some(path) = args.common.model.as_ref().filter(|path| path.is_file()) {
-        return trunk::show(path, args.common.json);
+    let located = Options::new(&args.common)?.locate()?;
+    if located.dir.is_file() {
+        return trunk::show(&located.dir, &*located.source, args.common.json);
     }
-    let opened = Options::new(&args.common)?.open()?;
+    let opened = located.open()?;
     let inventory = Inventory::of(&opened.checkpoint);
     let context = args.planned.context.max(1);
     // A budget that is too small for a run says nothing about the checkpoint.

@@ -2,7 +2,7 @@
 
 use crate::fail::Failure;
 use crate::report;
-use k3_platform::io::{Disk, Mode};
+use k3_platform::io::Source;
 use k3_platform::pack::{Pack, TensorRecord};
 use k3_platform::units::human;
 use serde_json::json;
@@ -10,8 +10,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 /// Prints the table of a file. The answer is the exit code of what is not a failure.
-pub(crate) fn show(path: &Path, json: bool) -> Result<u8, Failure> {
-    let pack = Pack::open(path, &Disk::new(Mode::Buffered))?;
+pub(crate) fn show(path: &Path, source: &dyn Source, json: bool) -> Result<u8, Failure> {
+    let pack = Pack::open(path, source)?;
     if json { as_json(path, &pack) } else { table(path, &pack) }?;
     Ok(0)
 }

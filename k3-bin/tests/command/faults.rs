@@ -200,6 +200,14 @@ fn a_pack_gives_up_on_a_disk_that_does_not_answer() {
             });
         }
     });
+    // What only looks at its table has the same limit.
+    for read in 0..2 {
+        let mut inspect = k3();
+        inspect.args(["inspect", "--io-timeout", "1"]).arg(&whole);
+        let output = inspect.env("K3_FAULTS", format!("only=whole.k3,hang_read={read}")).output().expect("k3");
+        assert_eq!(code(&output), 5, "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("has brought nothing for 1 s"), "{}", text(&output.stderr));
+    }
     // A signal ends the wait as well.
     let stages = [
         (format!("{shard}2"), vec![model.as_os_str(), out.as_os_str()]),
