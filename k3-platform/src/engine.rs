@@ -12,7 +12,7 @@ use crate::trunk::{Trunk, TrunkStats};
 use k3_core::backend::Backend;
 use k3_core::checkpoint::Tensor;
 use k3_core::coded::CodedMatrix;
-use k3_core::model::{Journal, Model, Observer, Parts, Sequence, State, Weights, Workspace};
+use k3_core::model::{Journal, Model, Observer, Sequence, State, StateParts, Weights, Workspace};
 use k3_core::view::{Expert, ExpertId, LayerIndex, MatrixRows, TokenId};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -223,7 +223,7 @@ impl Engine {
     pub fn restore<E: From<Error>>(
         &mut self,
         position: usize,
-        fill: impl FnOnce(Parts<&mut [f32]>) -> Result<(), E>,
+        fill: impl FnOnce(StateParts<&mut [f32]>) -> Result<(), E>,
     ) -> Result<(), E> {
         self.reset()?;
         if position > self.plan.extent.context {

@@ -55,7 +55,7 @@ use crate::io::{give_name, read_exact_at, take_after, unnamed};
 use k3_core::checkpoint::{GlobalTensor, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::math::canonical_bits;
-use k3_core::model::Parts;
+use k3_core::model::StateParts;
 use k3_core::view::TokenId;
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -694,12 +694,12 @@ impl Old {
     fn load(
         &self,
         position: u64,
-        parts: Parts<&mut [f32]>,
+        parts: StateParts<&mut [f32]>,
         buffer: &mut [u8],
         path: &Path,
     ) -> Result<(), SessionError> {
         let damaged = |what| SessionError::Damaged { path: path.to_owned(), what };
-        let Parts { kda, conv, latent } = parts;
+        let StateParts { kda, conv, latent } = parts;
         let i = self.states.iter().position(|s| s.position == position).ok_or(damaged("the table"))?;
         let m = &self.header.model;
         let mut source =

@@ -40,6 +40,6 @@ mod workspace;
 pub use error::{ForwardError, Place};
 pub use forward::{Model, Observer, Sequence};
 pub use journal::Journal;
-pub use state::{Parts, State};
+pub use state::{State, StateParts};
 pub use weights::Weights;
 pub use workspace::{Extent, Workspace};

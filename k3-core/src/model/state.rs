@@ -27,7 +27,7 @@ pub struct State<'a> {
 
 /// The arrays of a [`State`].
 #[derive(Debug)]
-pub struct Parts<T> {
+pub struct StateParts<T> {
     /// `[kda layers, heads, head_dim (key), head_dim (value)]`.
     pub kda: T,
     /// `[kda layers, 3 (q, k, v), kernel - 1, heads * head_dim]`.
@@ -93,14 +93,14 @@ impl<'a> State<'a> {
 
     /// What is remembered, to be written down.
     #[must_use]
-    pub const fn parts(&self) -> Parts<&[f32]> {
-        Parts { kda: self.kda, conv: self.conv, latent: self.latent }
+    pub const fn parts(&self) -> StateParts<&[f32]> {
+        StateParts { kda: self.kda, conv: self.conv, latent: self.latent }
     }
 
     /// What is remembered, to be restored. A position is restored by [`State::attach`].
     #[must_use]
-    pub const fn parts_mut(&mut self) -> Parts<&mut [f32]> {
-        Parts { kda: self.kda, conv: self.conv, latent: self.latent }
+    pub const fn parts_mut(&mut self) -> StateParts<&mut [f32]> {
+        StateParts { kda: self.kda, conv: self.conv, latent: self.latent }
     }
 
     /// Whether a pass stopped half-way; such a state can only be [`State::reset`].
