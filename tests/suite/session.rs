@@ -4,6 +4,7 @@ use crate::run::{How, engine, open};
 use k3_core::math::canonical_bits;
 use k3_core::view::TokenId;
 use k3_platform::engine::Engine;
+use k3_platform::error::Error;
 use k3_platform::generate::{Finish, Generator, Greedy, Listener, Stage, Wanted};
 use k3_platform::io::Mode;
 use k3_platform::session::{Session, SessionError};
@@ -111,6 +112,30 @@ fn guesses_leave_no_trace_in_a_session() {
             assert_eq!(engine.position(), end);
             assert!(read(&mut engine, &all) == expected[end * vocab..], "{right} of {guessed} were right");
         }
+    }
+}
+
+/// The story: a trial of a sequence that had been forgotten was committed to the next one of the same length.
+#[test]
+fn a_trial_is_of_the_sequence_as_it_is() {
+    let dir = checkpoints().swap_remove(0);
+    let vocab = vocab(&dir);
+    let all = ids(12, vocab);
+    let how = How { chunk: Some(5), speculate: 4, ..How::default() };
+    let mut engine = engine(open(&dir, Mode::Buffered).unwrap(), &how, 12, CONTEXT).unwrap();
+    let mut moved: [&mut dyn FnMut(&mut Engine); 3] = [
+        &mut |engine| engine.reset().unwrap(),
+        &mut |engine| engine.restore(6, |_| Ok::<_, Error>(())).unwrap(),
+        &mut |engine| engine.step(&all[6..7], &mut [], &mut ()).unwrap(),
+    ];
+    for (case, moved) in moved.iter_mut().enumerate() {
+        engine.reset().unwrap();
+        read(&mut engine, &all[..6]);
+        engine.verify(&all[6..9], &mut vec![0.0; 3 * vocab], &mut ()).unwrap();
+        moved(&mut engine);
+        let position = engine.position();
+        assert!(matches!(engine.commit(if case == 0 { 0 } else { 2 }), Err(Error::Order)), "{case}");
+        assert_eq!(engine.position(), position, "{case}");
     }
 }
 
