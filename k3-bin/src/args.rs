@@ -681,6 +681,9 @@ Reading is measured on the model's own files, or, without one, on a file of up t
 folder, which has no name and is gone with the process. Close other programs: whatever else runs makes
 the figures smaller.
 
+What is measured keeps within --memory: with less of it there are fewer weights and fewer reads in flight, and
+what there is no memory for is said, and null in the JSON.
+
 Examples:
   k3 bench
   k3 bench /models/kimi-k3 --memory 16G
@@ -755,10 +758,12 @@ pub(crate) struct Plan {
 
 const DOCTOR_HELP: &str = "\
 What is measured takes a few seconds and reads at most some gigabytes, past the page cache. Without
-MODEL_DIR it is the disk under the current folder, by a file that is written there and removed.
+MODEL_DIR it is the disk under the current folder, by a file that is written there and removed. It keeps
+within --memory: with less of it there are fewer reads in flight, and what there is no memory for is said, and
+null in the JSON.
 
 The exit code is 0 if the model can run, however slowly; 3 if it is damaged or incomplete, 4 if there is
-too little memory for it.
+too little memory for it, 5 if the system cannot read it.
 
 Examples:
   k3 doctor
@@ -793,12 +798,14 @@ pub(crate) struct Inspect {
 const VERIFY_HELP: &str = "\
 Without options: every shard is there with the length and the header it should have, index, config,
 shards and vocabulary agree, no tensor is missing, twice, or of another model. This reads the headers
-only. All faults are listed, each with what fetches that file again.
+only. All faults are listed; a file that is bad whatever the others are comes with what fetches it again.
 
 --hash reads every byte. FILE is what sha256sum prints, or the listing of a model hub saved as JSON (an
 array of files with \"path\", \"size\" and \"lfs\", or a model with \"siblings\"). Files that a listing has
 no SHA-256 for are held against their sizes. What was digested is recorded in k3/ in $XDG_CACHE_HOME or
-~/.cache as long as something is left to do, so a check that was stopped goes on where it was.
+~/.cache as long as something is left to do, so a check that was stopped goes on where it was. A listing must
+say something of every file that a run reads. With less --memory fewer files are digested at a time; the least is
+what the index took.
 
 --logits compares after each of --ids; a file of fewer rows is that of the last ids. --layers compares the
 running sum that leaves each layer: DIR has a file for each layer, such as layer-007.npy, [ids, hidden];
@@ -806,8 +813,8 @@ one file of [layers, ids, hidden] will do as well. Files are .npy (<f4, <f8), sa
 (F32, BF16), or raw f32. What a layer may be off by is --layer-budget times the standard deviation of its
 reference.
 
-The exit code is 0 if all is well, 1 if a check that was asked for failed, 3 if the checkpoint is damaged or
-incomplete.
+The exit code is 0 if all is well, 1 if a check that was asked for failed, 2 if config.json is refused, 3 if the
+checkpoint is damaged or incomplete, 5 if the system could not read all of it.
 
 Examples:
   k3 verify /models/kimi-k3

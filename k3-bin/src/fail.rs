@@ -101,10 +101,10 @@ pub(crate) fn abort_on_panic() {
 }
 
 /// The exit-code table of errors.
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
+impl From<&Error> for Failure {
+    fn from(error: &Error) -> Self {
         let message = error.to_string();
-        let (code, hint) = match &error {
+        let (code, hint) = match error {
             Error::Open { source, .. } if source.kind() == ErrorKind::NotFound => (
                 DAMAGED,
                 Some("MODEL_DIR must hold config.json, model.safetensors.index.json, the shards and tiktoken.model"),
@@ -188,6 +188,12 @@ impl From<Error> for Failure {
             _ => (IO, None),
         };
         Self { code, message, hint: hint.map(str::to_owned) }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::from(&error)
     }
 }
 

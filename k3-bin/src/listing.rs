@@ -33,7 +33,8 @@ pub struct Listing {
 impl Listing {
     /// Reads a listing of either form.
     pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
-        let hint = "--hash takes what sha256sum prints, or a hub's listing of files as JSON";
+        let hint = "--hash takes what sha256sum prints, or a hub's listing of files as JSON, with their details \
+                    (as from .../tree/main, or with ?blobs=true)";
         let refused = |what: String| Failure::usage(format!("{}: {what}", path.display()), hint);
         let failed = |e: std::io::Error| input::failed(path, &e, hint);
         let mut bytes = Vec::new();
@@ -55,10 +56,14 @@ impl Listing {
         } else {
             Self::sums(&String::from_utf8_lossy(bytes))?
         };
-        match this.files.iter().find(|f| !inside(&f.name)) {
-            Some(file) => Err(format!("{:?} is not a name inside the model's directory", file.name)),
-            None => Ok(this),
+        if let Some(file) = this.files.iter().find(|f| !inside(&f.name)) {
+            return Err(format!("{:?} is not a name inside the model's directory", file.name));
         }
+        // A hub that is asked for names alone says neither. Nothing could fail to match, and all would seem well.
+        if this.files.iter().all(|f| f.sha.is_none()) {
+            return Err("no file in it has a SHA-256".to_owned());
+        }
+        Ok(this)
     }
 
     /// Lines of `HEX  NAME`, `HEX *NAME` or `SHA256 (NAME) = HEX`.
@@ -156,6 +161,8 @@ mod tests {
             ("[]", "no files"),
             ("{\"x\": 1}", "no files"),
             ("[1, 2", "EOF"),
+            (r#"{"id":"a/b","siblings":[{"rfilename":"a"},{"rfilename":"b"}]}"#, "no file in it has a SHA-256"),
+            (r#"[{"path":"a","size":9}]"#, "no file in it has a SHA-256"),
             (&leads_out, "../secret"),
             (&absolute, "/etc/passwd"),
         ] {

@@ -107,63 +107,58 @@ pub(crate) fn grouped(number: u64) -> String {
     text
 }
 
+/// How fast `done` bytes were done in a time, and how long so many others will take.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a speed and minutes, for people"
+)]
+pub(crate) fn pace(done: u64, left: u64, running: Duration) -> String {
+    let rate = done as f64 / running.as_secs_f64().max(1e-9);
+    if done == 0 {
+        return "nothing yet".to_owned();
+    }
+    let seconds = (left as f64 / rate) as u64;
+    let time = match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        _ => format!("{:.1} h", seconds as f64 / 3600.0),
+    };
+    format!("{:.2} GB/s, {time} left", rate / 1e9)
+}
+
 /// A progress line of bytes, with their rate and the time that is left.
 #[derive(Debug)]
 pub(crate) struct Meter {
-    enabled: bool,
-    terminal: bool,
-    what: &'static str,
-    started: Instant,
-    last: Instant,
+    progress: Progress,
     /// What was done when it began.
     first: u64,
-    shown: bool,
 }
 
 impl Meter {
     pub(crate) fn new(enabled: bool) -> Self {
-        let (now, terminal) = (Instant::now(), std::io::stderr().is_terminal());
-        Self { enabled, terminal, what: "", started: now, last: now, first: 0, shown: false }
+        Self { progress: Progress::new(enabled, 0), first: 0 }
     }
 
     /// Names what begins now; `first` bytes of it are done.
-    pub(crate) fn begin(&mut self, what: &'static str, first: u64) {
-        (self.what, self.first, self.started) = (what, first, Instant::now());
+    pub(crate) fn begin(&mut self, what: &str, first: u64) {
+        self.progress.begin(what.to_owned());
+        self.first = first;
     }
 
     /// So many bytes are done.
     pub(crate) fn update(&mut self, done: u64, total: u64) {
-        let every = if self.terminal { EVERY } else { EVERY * 50 };
-        let elapsed = self.started.elapsed();
-        if !self.enabled || elapsed < SILENT || self.last.elapsed() < every {
-            return;
-        }
-        self.last = Instant::now();
-        #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
-        let rate = (done.saturating_sub(self.first)) as f64 / elapsed.as_secs_f64();
-        #[expect(clippy::cast_precision_loss, reason = "a time for people")]
-        let left = total.saturating_sub(done) as f64 / rate.max(1.0);
-        let mut err = std::io::stderr().lock();
-        let (end, start) = if self.terminal { ("", "\r\x1b[K") } else { ("\n", "") };
-        // A closed standard error must not end the work.
-        let _ = write!(
-            err,
-            "{start}{}: {} of {}, {:.2} GB/s, {left:.0} s left{end}",
-            self.what,
-            human(done),
-            human(total),
-            rate / 1e9
-        )
-        .and_then(|()| err.flush());
-        self.shown = self.terminal;
+        let first = self.first;
+        self.progress.show(|running| {
+            let pace = pace(done.saturating_sub(first), total.saturating_sub(done), running);
+            format!("{} of {}, {pace}", human(done), human(total))
+        });
     }
 
     /// Takes the line away, before other output.
     pub(crate) fn clear(&mut self) {
-        if self.shown {
-            let _ = write!(std::io::stderr(), "\r\x1b[K");
-            self.shown = false;
-        }
+        self.progress.clear();
     }
 }
 
@@ -216,6 +211,11 @@ pub(crate) fn memory(plan: &Plan) -> Value {
         "chunk": plan.extent.chunk,
         "context": plan.extent.context,
     })
+}
+
+/// The JSON of what a command without an engine was given and took.
+pub(crate) fn held(budget: u64) -> Value {
+    json!({"budget_bytes": budget, "peak_rss_bytes": peak_rss()})
 }
 
 /// The JSON of what was read.

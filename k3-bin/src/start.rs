@@ -13,7 +13,7 @@ use k3_platform::error::Error;
 use k3_platform::io::{Disk, Mode, Patient, Source, Throttled};
 use k3_platform::memory::{Availability, available, default_threads, obtainable, rss};
 use k3_platform::pack;
-use k3_platform::plan::{MOST_SEQUENCES, PROCESS_BYTES, Plan, Request};
+use k3_platform::plan::{MOST_SEQUENCES, PROCESS_BYTES, Plan, Request, THREAD_BYTES};
 use k3_platform::policy::Policy;
 use k3_platform::units;
 use std::io::Write as _;
@@ -187,6 +187,11 @@ impl<'a> Located<'a> {
     pub(crate) fn patience(&self) -> Duration {
         self.options.patience()
     }
+
+    /// Memory that may be used (bytes).
+    pub(crate) const fn budget(&self) -> u64 {
+        self.options.budget
+    }
 }
 
 impl Opened<'_> {
@@ -348,6 +353,17 @@ fn budget(common: &Common) -> Result<u64, Failure> {
     let held = rss().unwrap_or(0);
     let reserve = RESERVE.max(available.bytes / 8).min(available.bytes / 2);
     Ok((available.bytes - reserve).saturating_add(held))
+}
+
+/// What a command that runs no engine takes with so many threads, its buffers not counted (bytes).
+pub(crate) fn held(threads: usize) -> u64 {
+    rss().unwrap_or(0).max(PROCESS_BYTES).saturating_add(threads as u64 * THREAD_BYTES)
+}
+
+/// What a budget leaves for the buffers of such a command, and never all that can be had (bytes).
+pub(crate) fn room(budget: u64, threads: usize) -> u64 {
+    let free = available(threads).map_or(u64::MAX, |a| a.bytes);
+    budget.saturating_sub(held(threads)).min(free / 4 * 3)
 }
 
 /// Refuses a plan that would get this process killed in the middle of its work, whatever else is given up

@@ -2,18 +2,18 @@
 
 use crate::args::Verify as Args;
 use crate::cache;
-use crate::fail::{CHECK, DAMAGED, Failure, IO};
+use crate::fail::{BUDGET, CHECK, DAMAGED, Failure, IO, USAGE};
 use crate::listing::{Expected, Listing};
 use crate::report::{self, Progress, grouped};
 use crate::signals;
-use crate::start::{Located, Opened, Options, Wanted};
+use crate::start::{Located, Opened, Options, Wanted, held, room};
 use k3_core::checkpoint::ExpertTensor;
 use k3_core::model::Observer;
 use k3_core::view::{LayerIndex, TokenId};
 use k3_platform::digest::{self, Event, Record, Sha};
 use k3_platform::error::Error;
 use k3_platform::io::{FileSet, Source, open_limit};
-use k3_platform::memory::default_threads;
+use k3_platform::memory::{default_threads, peak_rss};
 use k3_platform::reference::{Difference, Reference, ReferenceError, largest};
 use k3_platform::scales::{self, Damage, Damaged};
 use k3_platform::survey::Survey;
@@ -42,6 +42,40 @@ struct Fault {
     what: String,
     /// What it means for the exit code.
     code: u8,
+    mend: Mend,
+}
+
+/// What is done about a fault.
+enum Mend {
+    /// The file is not what it should be, whatever the others are: it is fetched again.
+    Fetch,
+    /// The file may be sound. What is known is said.
+    Say(Option<String>),
+}
+
+impl Mend {
+    const NOTHING: Self = Self::Say(None);
+
+    /// Of what keeps a checkpoint from being opened or read.
+    fn of(error: &Error) -> Self {
+        match error {
+            Error::Open { source, .. } if source.kind() == ErrorKind::NotFound => Self::Fetch,
+            Error::MissingShard { .. }
+            | Error::Length { .. }
+            | Error::Header { .. }
+            | Error::TooLong { .. }
+            | Error::Config { .. }
+            | Error::Json { .. }
+            | Error::Structure { .. }
+            | Error::ShortIndex { .. }
+            | Error::ShardName { .. }
+            | Error::Duplicate { .. }
+            | Error::Overlap { .. }
+            | Error::Vocab { .. } => Self::Fetch,
+            // Files that contradict each other, of which one is right; and what the system does not bring.
+            _ => Self::Say(Failure::from(error).hint),
+        }
+    }
 }
 
 /// What all checks have found.
@@ -56,8 +90,17 @@ struct Findings {
 }
 
 impl Findings {
-    fn fault(&mut self, path: impl Into<PathBuf>, what: impl Into<String>, code: u8) {
-        self.faults.push(Fault { path: path.into(), what: what.into(), code });
+    fn fault(&mut self, path: impl Into<PathBuf>, what: impl Into<String>, code: u8, mend: Mend) {
+        self.faults.push(Fault { path: path.into(), what: what.into(), code, mend });
+    }
+
+    /// What keeps a checkpoint from being opened or read. It means for the exit code what it would for a run.
+    /// Errors that name no file are told of `path`.
+    fn error(&mut self, path: &Path, error: &Error) {
+        let text = error.to_string();
+        let path = path_of(error).unwrap_or_else(|| path.to_owned());
+        let what = text.strip_prefix(&format!("{}: ", path.display())).unwrap_or(&text).to_owned();
+        self.fault(path, what, Failure::from(error).code, Mend::of(error));
     }
 
     fn check(&mut self, name: &str, line: &str, value: Value) {
@@ -65,11 +108,17 @@ impl Findings {
         self.json.insert(name.to_owned(), value);
     }
 
-    /// The worst: damage before what could not be read, and that before checks that failed.
+    /// The worst.
     fn code(&self) -> u8 {
-        let has = |code| self.faults.iter().any(|f| f.code == code);
-        [DAMAGED, IO, FAILED].into_iter().find(|&code| has(code)).unwrap_or(0)
+        worst(self.faults.iter().map(|f| f.code))
     }
+}
+
+/// Of several exit codes the one that is told: damage before what could not be read, and that before checks
+/// that failed.
+pub(crate) fn worst(codes: impl Iterator<Item = u8> + Clone) -> u8 {
+    let order = [DAMAGED, USAGE, IO, BUDGET, FAILED];
+    order.into_iter().find(|&code| codes.clone().any(|c| c == code)).unwrap_or(0)
 }
 
 /// Runs the command. The answer is the exit code of what is not a failure.
@@ -81,12 +130,17 @@ pub(crate) fn verify(args: &Args) -> Result<u8, Failure> {
     }
     let listing = args.hash.as_deref().map(Listing::read).transpose()?;
     let located = Options::new(&args.common)?.locate()?;
+    let budget = located.budget();
     let source = Arc::clone(&located.source);
     let mut progress = Progress::new(!args.common.quiet, 0);
     let mut findings =
         Findings { repository: listing.as_ref().and_then(|l| l.repository.clone()), ..Findings::default() };
     let survey = Survey::of(&located.dir, &*source);
-    structure(&survey, &mut findings);
+    // What was not waited for is no fault of the files.
+    if signals::stopped() {
+        return Ok(signals::code());
+    }
+    structure(&located.dir, &survey, &mut findings);
     let dir = located.dir.clone();
     if let Some(listing) = &listing {
         match hash(args, listing, &located, &*source, &survey, &mut findings, &mut progress) {
@@ -97,8 +151,10 @@ pub(crate) fn verify(args: &Args) -> Result<u8, Failure> {
     }
     let outputs = args.logits.is_some() || args.layers.is_some();
     if args.scales || outputs {
-        if findings.code() == DAMAGED {
-            findings.notes.push("scales and outputs were not looked at: the checkpoint cannot be opened".to_owned());
+        if findings.faults.iter().any(|f| f.code != FAILED) {
+            findings
+                .notes
+                .push("scales and outputs were not looked at: not all of the checkpoint can be read".to_owned());
         } else {
             let opened = located.open()?;
             if args.scales && !scan(&opened, &mut findings, &mut progress)? {
@@ -110,19 +166,14 @@ pub(crate) fn verify(args: &Args) -> Result<u8, Failure> {
         }
     }
     drop(progress);
-    print(args, &dir, &survey, &findings)?;
+    print(args, &dir, budget, &survey, &findings)?;
     Ok(findings.code())
 }
 
 /// Takes over what the survey has found.
-fn structure(survey: &Survey, findings: &mut Findings) {
+fn structure(dir: &Path, survey: &Survey, findings: &mut Findings) {
     for error in &survey.faults {
-        let text = error.to_string();
-        let path = path_of(error).unwrap_or_default();
-        let what = text.strip_prefix(&format!("{}: ", path.display())).unwrap_or(&text).to_owned();
-        // What the system could not read may be sound.
-        let code = if matches!(error, Error::Read(_)) { IO } else { DAMAGED };
-        findings.fault(path, what, code);
+        findings.error(dir, error);
     }
     for path in &survey.unfinished {
         findings.notes.push(format!("{}: a download that was not finished has left this", path.display()));
@@ -141,7 +192,7 @@ fn structure(survey: &Survey, findings: &mut Findings) {
     let shards = survey.index.as_ref().map_or(0, |i| i.shards().len());
     let state = match survey.faults.len() {
         0 => "ok".to_owned(),
-        n => format!("{n} faults"),
+        n => report::count(n, "fault"),
     };
     let value = json!({"shards": shards, "faults": survey.faults.len(), "passed": survey.faults.is_empty()});
     findings.check("structure", &format!("{shards} shards, {state}"), value);
@@ -191,39 +242,46 @@ fn hash(
     progress: &mut Progress,
 ) -> Result<(), Stop> {
     let dir = &located.dir;
+    let before = findings.faults.len();
     let shards = survey.index.iter().flat_map(|i| i.shards().iter().map(|s| s.name.as_str()));
     let needed: Vec<&str> = SMALL.into_iter().chain(shards).collect();
     let listed: BTreeMap<&str, &Expected> = listing.files.iter().map(|f| (f.name.as_str(), f)).collect();
     for name in &needed {
         let path = dir.join(name);
         if !listed.contains_key(name) && path.exists() {
-            findings.fault(path, "the listing does not have it, so it was not checked", FAILED);
+            findings.fault(path, "the listing does not have it, so it was not checked", FAILED, Mend::NOTHING);
         }
     }
-    let (mut todo, mut by_size, mut absent) = (Vec::new(), 0, 0);
+    let (mut todo, mut by_size, mut absent, mut unknown) = (Vec::new(), 0, 0, 0);
     for (&name, &file) in &listed {
         let path = dir.join(name);
         let len = match std::fs::metadata(&path) {
             Ok(meta) => meta.len(),
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 if needed.contains(&name) {
-                    findings.fault(path, "missing", DAMAGED);
+                    findings.fault(path, "missing", DAMAGED, Mend::Fetch);
                 } else {
                     absent += 1;
                 }
                 continue;
             }
             Err(e) => {
-                findings.fault(path, e.to_string(), IO);
+                findings.fault(path, e.to_string(), IO, Mend::NOTHING);
                 continue;
             }
         };
-        match (file.len.filter(|&expected| expected != len), file.sha) {
-            (Some(expected), _) => {
-                findings.fault(path, format!("it has {len} bytes, the listing says {expected}"), FAILED);
+        match (file.len, file.sha) {
+            (Some(expected), _) if expected != len => {
+                let what = format!("it has {len} bytes, the listing says {expected}");
+                findings.fault(path, what, FAILED, Mend::Fetch);
             }
-            (None, Some(sha)) => todo.push((name, path, len, sha)),
-            (None, None) => by_size += 1,
+            (_, Some(sha)) => todo.push((name, path, len, sha)),
+            (Some(_), None) => by_size += 1,
+            (None, None) if needed.contains(&name) => {
+                let what = "the listing has neither its size nor its SHA-256, so it was not checked";
+                findings.fault(path, what, FAILED, Mend::NOTHING);
+            }
+            (None, None) => unknown += 1,
         }
     }
     let mut record = open_record(args, dir, findings);
@@ -243,12 +301,12 @@ fn hash(
     let files = FileSet::new(Arc::clone(&located.source), todo.iter().map(|t| t.1.clone()).collect(), open_limit())
         .with_patience(located.patience());
     let threads = args.common.threads.map_or_else(default_threads, usize::from);
-    let result = digest::sha256(&files, threads, &located.stop, |event| match event {
+    let threads = threads.min(todo.len().max(1));
+    let memory = memory_for(located.budget(), threads).map_err(Stop::Failure)?;
+    let result = digest::sha256(&files, threads, memory, &located.stop, |event| match event {
         Event::Bytes(so_far) => progress.show(|running| {
-            let left = rate(so_far, running.as_secs_f64()).map_or(String::new(), |rate| {
-                format!(", {:.2} GB/s, {} left", rate / 1e9, duration(bytes.saturating_sub(so_far), rate))
-            });
-            format!("{} of {} ({done} of {} files{left})", human(so_far), human(bytes), todo.len())
+            let pace = report::pace(so_far, bytes.saturating_sub(so_far), running);
+            format!("{} of {} ({done} of {} files), {pace}", human(so_far), human(bytes), todo.len())
         }),
         Event::Done(number, result) => {
             done += 1;
@@ -262,14 +320,10 @@ fn hash(
                     if sha == *expected {
                         good += 1;
                     } else {
-                        findings.fault(path.clone(), mismatch(&sha, expected), FAILED);
+                        findings.fault(path.clone(), mismatch(&sha, expected), FAILED, Mend::Fetch);
                     }
                 }
-                Err(error) => {
-                    let text = error.to_string();
-                    let prefix = format!("{}: ", path.display());
-                    findings.fault(path.clone(), text.strip_prefix(&prefix).unwrap_or(&text), IO);
-                }
+                Err(error) => findings.error(path, &error),
             }
         }
     });
@@ -287,7 +341,7 @@ fn hash(
         }
         Err(error) => return Err(Stop::Failure(error.into())),
     }
-    let passed = good == todo.len() && !findings.faults.iter().any(|f| f.code == FAILED);
+    let passed = good == todo.len() && findings.faults.len() == before;
     if findings.faults.is_empty() {
         // Nothing is left to be resumed; the next check reads everything again.
         let _gone = record.map(Record::remove);
@@ -302,6 +356,10 @@ fn hash(
     if absent > 0 {
         let _ = write!(line, "; {absent} listed files are not here and not needed");
     }
+    if unknown > 0 {
+        let files = if unknown == 1 { "file that is" } else { "files that are" };
+        let _ = write!(line, "; the listing says nothing of {unknown} {files} not needed");
+    }
     let value = json!({
         "digested": todo.len(), "resumed": resumed, "good": good + resumed, "by_size": by_size, "passed": passed,
     });
@@ -313,25 +371,20 @@ fn mismatch(found: &Sha, expected: &Sha) -> String {
     format!("its SHA-256 is {}, the listing says {}", digest::hex(found), digest::hex(expected))
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a speed")]
-fn rate(bytes: u64, seconds: f64) -> Option<f64> {
-    (bytes > 0 && seconds > 0.0).then(|| bytes as f64 / seconds)
-}
-
-/// How long some bytes take.
-#[expect(
-    clippy::cast_precision_loss,
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "minutes, for people"
-)]
-fn duration(bytes: u64, rate: f64) -> String {
-    let seconds = (bytes as f64 / rate) as u64;
-    match seconds {
-        0..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min", seconds / 60),
-        _ => format!("{:.1} h", seconds as f64 / 3600.0),
+/// Memory for the buffers of `threads` that digest, or why the budget leaves none.
+fn memory_for(budget: u64, threads: usize) -> Result<u64, Failure> {
+    let threads = threads + digest::DEPTH;
+    // The index has been read, and what that took was not asked of the budget.
+    let least = peak_rss().unwrap_or(0).max(held(threads) + digest::LEAST_MEMORY);
+    if budget >= least {
+        return Ok(room(budget, threads));
     }
+    let (budget, round) = (human(budget), human(least));
+    Err(Failure {
+        code: BUDGET,
+        message: format!("a budget of {budget} has no room for digests: the least is {round} ({least} bytes)"),
+        hint: Some("give more with --memory".to_owned()),
+    })
 }
 
 /// The record of digests of this directory, if there can be one.
@@ -388,7 +441,7 @@ fn scan(opened: &Opened<'_>, findings: &mut Findings, progress: &mut Progress) -
         if all.len() > SHOWN {
             let _ = write!(what, "; and {} more", all.len() - SHOWN);
         }
-        findings.fault(path, what, FAILED);
+        findings.fault(path, what, FAILED, Mend::Fetch);
     }
     let experts = checkpoint.config().num_moe_layers() * checkpoint.config().num_experts;
     let each = |d: &Damaged| {
@@ -573,7 +626,7 @@ impl Logits {
         findings.check("logits", &line, value);
         if !passed {
             let what = format!("logits differ by {:.3e}, {:.1e} are allowed", d.max_abs, args.tolerance);
-            findings.fault(reference.path(), what, FAILED);
+            findings.fault(reference.path(), what, FAILED, Mend::NOTHING);
         }
     }
 }
@@ -612,7 +665,7 @@ fn tell_layers(
         // The first that is off is where to look; those behind it inherit.
         let first = layers.iter().find(|(_, (_, d))| share(d) > 1.0).map_or(*layer, |(layer, _)| *layer);
         let what = format!("layer {first} is the first outside its budget; layer {layer} is the worst");
-        findings.fault(path, what, FAILED);
+        findings.fault(path, what, FAILED, Mend::NOTHING);
     }
 }
 
@@ -690,8 +743,11 @@ pub(crate) fn fetch(dir: &Path, path: &Path, repository: Option<&str>) -> Option
     Some(format!("rm -f -- {} && hf download {repository} {} --local-dir {}", quoted(path), quoted(name), quoted(dir)))
 }
 
-fn print(args: &Args, dir: &Path, survey: &Survey, findings: &Findings) -> Result<(), Failure> {
-    let again = |fault: &Fault| fetch(dir, &fault.path, findings.repository.as_deref());
+fn print(args: &Args, dir: &Path, budget: u64, survey: &Survey, findings: &Findings) -> Result<(), Failure> {
+    let again = |fault: &Fault| match fault.mend {
+        Mend::Fetch => fetch(dir, &fault.path, findings.repository.as_deref()),
+        Mend::Say(_) => None,
+    };
     if args.common.json {
         let faults = findings
             .faults
@@ -704,6 +760,7 @@ fn print(args: &Args, dir: &Path, survey: &Survey, findings: &Findings) -> Resul
             "checks": findings.json,
             "faults": faults.collect::<Vec<_>>(),
             "notes": findings.notes,
+            "memory": report::held(budget),
             "passed": findings.faults.is_empty(),
         }));
     }
@@ -721,11 +778,13 @@ fn print(args: &Args, dir: &Path, survey: &Survey, findings: &Findings) -> Resul
         let _ = writeln!(out, "bad: {}: {}", fault.path.display(), fault.what);
         if let Some(fetch) = again(fault) {
             let _ = writeln!(out, "     fetch it again: {fetch}");
+        } else if let Mend::Say(Some(hint)) = &fault.mend {
+            let _ = writeln!(out, "     {hint}");
         }
     }
     let end = match findings.faults.len() {
         0 => "all is well".to_owned(),
-        1 => "1 file is bad".to_owned(),
+        1 => "1 fault".to_owned(),
         n => format!("{n} faults"),
     };
     out.push_str(&end);

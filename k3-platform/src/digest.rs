@@ -32,14 +32,20 @@ use std::time::Duration;
 /// A SHA-256.
 pub type Sha = [u8; 32];
 
-/// Bytes of one read.
+/// Bytes of one read, if there is memory for it.
 const READ: usize = 4 << 20;
+
+/// Bytes of one read at least.
+const LEAST_READ: usize = 64 << 10;
 
 /// Reads that each thread has in flight.
 const AHEAD: usize = 4;
 
-/// Reads in flight at most.
-const DEPTH: usize = 16;
+/// Reads in flight at most, and so threads that read.
+pub const DEPTH: usize = 16;
+
+/// Memory for buffers without which nothing is digested (bytes).
+pub const LEAST_MEMORY: u64 = (AHEAD * LEAST_READ) as u64;
 
 /// The hexadecimal digits of a digest.
 #[must_use]
@@ -81,23 +87,53 @@ enum Message {
     Done(usize, Result<(Sha, Option<Stamp>), Error>),
 }
 
-/// Digests the files of a set, on `threads` threads (each takes 16 MiB of memory), in order. Every file
-/// gets its [`Event::Done`]; one that cannot be read does not keep the others from theirs.
+/// How files are read: on so many threads, in reads of so many bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Way {
+    threads: usize,
+    read: usize,
+}
+
+impl Way {
+    /// For so many files, with buffers of `memory` bytes in all: fewer threads, then shorter reads.
+    fn within(threads: usize, files: usize, memory: u64) -> Self {
+        let memory = usize::try_from(memory).unwrap_or(usize::MAX);
+        let threads = threads.min(files).min(memory / (AHEAD * READ)).max(1);
+        let each = memory / (threads * AHEAD);
+        Self { threads, read: READ.min(each / LEAST_READ * LEAST_READ).max(LEAST_READ) }
+    }
+}
+
+/// Digests the files of a set in order, on `threads` threads or on as many as `memory` bytes of buffers are
+/// enough for (each thread takes 16 MiB, one thread alone less, but no less than [`LEAST_MEMORY`]). Every
+/// file gets its [`Event::Done`]; one that cannot be read does not keep the others from theirs.
 ///
 /// # Errors
-/// [`Error::Stopped`] once the flag is set; [`Error::Threads`] if the system refuses a thread.
+/// [`Error::Stopped`] once the flag is set; [`Error::Threads`] if the system refuses the first thread. With
+/// fewer than wished for it takes longer.
 pub fn sha256(
     files: &FileSet,
     threads: usize,
+    memory: u64,
+    stop: &Arc<AtomicBool>,
+    event: impl FnMut(Event),
+) -> Result<(), Error> {
+    digest(files, Way::within(threads, files.len(), memory), usize::MAX, stop, event)
+}
+
+/// The same, where the system grants `granted` threads and no more.
+fn digest(
+    files: &FileSet,
+    Way { threads, read }: Way,
+    granted: usize,
     stop: &Arc<AtomicBool>,
     mut event: impl FnMut(Event),
 ) -> Result<(), Error> {
-    let threads = threads.clamp(1, files.len().max(1));
     let fetch = Fetch::new(files.clone(), (threads * AHEAD).min(DEPTH), Arc::clone(stop))?;
     let next = AtomicUsize::new(0);
     let (send, receive) = channel();
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        for number in 0..threads {
             let (send, fetch, next) = (send.clone(), &fetch, &next);
             let work = move || {
                 loop {
@@ -105,17 +141,24 @@ pub fn sha256(
                     if number >= files.len() {
                         break;
                     }
-                    let result = one(files, fetch, number, &send);
+                    let result = one(files, fetch, number, read, &send);
                     let stopped = matches!(result, Err(Error::Stopped));
                     if send.send(Message::Done(number, result)).is_err() || stopped {
                         break;
                     }
                 }
             };
-            std::thread::Builder::new()
-                .name("k3-digest".to_owned())
-                .spawn_scoped(scope, work)
-                .map_err(Error::Threads)?;
+            let thread = std::thread::Builder::new().name("k3-digest".to_owned());
+            let started = match granted {
+                most if number < most => thread.spawn_scoped(scope, work).map(drop),
+                _ => Err(io::ErrorKind::WouldBlock.into()),
+            };
+            match started {
+                Ok(()) => {}
+                // Those that work already would go on, unseen, until all files are done.
+                Err(_) if number > 0 => break,
+                Err(refused) => return Err(Error::Threads(refused)),
+            }
         }
         drop(send);
         let (mut bytes, mut stopped) = (0, false);
@@ -133,13 +176,19 @@ pub fn sha256(
     })
 }
 
-/// Digests one file.
-fn one(files: &FileSet, fetch: &Fetch, number: usize, send: &Sender<Message>) -> Result<(Sha, Option<Stamp>), Error> {
+/// Digests one file, in reads of `each` bytes.
+fn one(
+    files: &FileSet,
+    fetch: &Fetch,
+    number: usize,
+    each: usize,
+    send: &Sender<Message>,
+) -> Result<(Sha, Option<Stamp>), Error> {
     let file = files.file(number).ok_or(Error::Order)?;
     let len = file.len().map_err(|source| Error::Open { path: file.path().to_owned(), source })?;
     let shard = u16::try_from(number).map_err(|_| Error::Order)?;
-    let reads = (0..len).step_by(READ).map(|offset| {
-        let len = usize::try_from(len - offset).unwrap_or(READ).min(READ);
+    let reads = (0..len).step_by(each).map(|offset| {
+        let len = usize::try_from(len - offset).unwrap_or(each).min(each);
         Read { place: Place { shard, offset }, len, at: 0 }
     });
     let (answer, answers) = channel();
@@ -148,7 +197,7 @@ fn one(files: &FileSet, fetch: &Fetch, number: usize, send: &Sender<Message>) ->
     let mut arrived: HashMap<u64, AlignedBuf> = HashMap::new();
     let mut free = Vec::new();
     for _ in waiting.clone().take(AHEAD) {
-        free.push(AlignedBuf::zeroed(READ.next_multiple_of(block()))?);
+        free.push(AlignedBuf::zeroed(each.next_multiple_of(block()))?);
     }
     for read in reads {
         let data = loop {
@@ -263,11 +312,11 @@ mod tests {
     fn digests_are_those_of_the_bytes_whatever_the_disk_does() {
         let dir = tempfile::tempdir().unwrap();
         let lens = [0, 1, READ - 1, READ, READ + 1, 5 * READ + 4097, 3];
-        for threads in [1, 3] {
+        for (threads, memory) in [(1, u64::MAX), (3, u64::MAX), (3, 1_000_000), (2, 0)] {
             let faults = Faults { seed: 3, short: 3, interrupt: 4, ..Faults::default() };
             let (files, contents) = set(Faulty::new(Disk::new(Mode::Direct), faults), dir.path(), &lens);
             let (mut seen, mut bytes) = (vec![None; lens.len()], 0);
-            sha256(&files, threads, &Arc::default(), |event| match event {
+            sha256(&files, threads, memory, &Arc::default(), |event| match event {
                 Event::Bytes(so_far) => bytes = so_far,
                 Event::Done(number, result) => {
                     let (sha, stamp) = result.unwrap();
@@ -296,11 +345,52 @@ mod tests {
                 done.push((number, result.map_err(|e| e.to_string())));
             }
         };
-        sha256(&files, 1, &Arc::default(), note).unwrap();
+        sha256(&files, 1, u64::MAX, &Arc::default(), note).unwrap();
         assert_eq!(done.iter().map(|d| d.1.is_ok()).collect::<Vec<_>>(), [true, false, true]);
         assert!(done[1].1.as_ref().unwrap_err().contains("f1: read at byte"), "{done:?}");
         let stop = Arc::new(AtomicBool::new(true));
-        assert!(matches!(sha256(&files, 2, &stop, |_| {}), Err(Error::Stopped)));
+        assert!(matches!(sha256(&files, 2, u64::MAX, &stop, |_| {}), Err(Error::Stopped)));
+    }
+
+    #[test]
+    fn buffers_keep_within_their_memory() {
+        let each = (AHEAD * READ) as u64;
+        for (memory, threads, read) in [
+            (u64::MAX, 8, READ),
+            (8 * each, 8, READ),
+            (8 * each - 1, 7, READ),
+            (each, 1, READ),
+            (each - 1, 1, READ - LEAST_READ),
+            (6_000_000, 1, 22 * LEAST_READ),
+            (LEAST_MEMORY, 1, LEAST_READ),
+            (0, 1, LEAST_READ),
+        ] {
+            let way = Way::within(8, 100, memory);
+            assert_eq!(way, Way { threads, read }, "{memory}");
+            assert!((way.threads * AHEAD * way.read) as u64 <= memory.max(LEAST_MEMORY), "{memory}");
+        }
+        assert_eq!(Way::within(8, 3, u64::MAX).threads, 3);
+        assert_eq!(Way::within(8, 0, u64::MAX).threads, 1);
+    }
+
+    /// The story: a second thread that the system refused left the first one to digest all of 1.56 TB without a
+    /// word, and only then was the refusal told.
+    #[test]
+    fn a_thread_that_is_refused_leaves_the_work_to_the_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let (files, contents) = set(Disk::new(Mode::Direct), dir.path(), &[10, 20, 30, 40]);
+        let way = Way { threads: 4, read: READ };
+        let mut done = vec![None; 4];
+        let note = |event| {
+            if let Event::Done(number, result) = event {
+                done[number] = result.ok().map(|(sha, _)| sha);
+            }
+        };
+        digest(&files, way, 1, &Arc::default(), note).unwrap();
+        assert_eq!(done, contents.iter().map(|bytes| Some(of(bytes))).collect::<Vec<_>>());
+        let mut events = 0;
+        let none = digest(&files, way, 0, &Arc::default(), |_| events += 1);
+        assert!(matches!(none, Err(Error::Threads(_))) && events == 0, "{none:?}");
     }
 
     #[test]

@@ -365,8 +365,8 @@ impl Index {
                     unopened.push(Error::MissingShard { path: path.clone(), count: 1 });
                     continue;
                 }
-                Found::Unopened(source) => {
-                    unopened.push(Error::Open { path: path.clone(), source });
+                Found::Unopened(e) => {
+                    unopened.push(Error::open(path, e));
                     continue;
                 }
                 Found::Fault(error) => {

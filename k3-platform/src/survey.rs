@@ -39,7 +39,7 @@ pub struct Survey {
     pub index: Option<Index>,
     /// All that a run would be refused for.
     pub faults: Vec<Error>,
-    /// Shards that lie there and are not in the index. They are not read: the index decides.
+    /// Shards that lie there and are not in the index, if it can be read. They are not read: the index decides.
     pub strays: Vec<PathBuf>,
     /// What an unfinished download leaves.
     pub unfinished: Vec<PathBuf>,
@@ -67,6 +67,7 @@ impl Survey {
                     }
                     (fault, _) => fault,
                 });
+                this.strays.clear();
                 return this;
             }
         };
@@ -79,7 +80,11 @@ impl Survey {
                 this.strays.retain(|path| !named(path));
                 this.index = Some(index);
             }
-            Err(fault) => this.faults.push(fault),
+            Err(fault) => {
+                this.faults.push(fault);
+                // Nothing says which shards are named.
+                this.strays.clear();
+            }
         }
         let vocabulary = VocabularyFiles::read(dir, source, Some(config.vocab_size));
         if let Err(fault) = vocabulary.and_then(|mut files| files.load().map(|_| ())) {

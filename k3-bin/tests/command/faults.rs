@@ -149,6 +149,32 @@ fn a_small_file_that_never_comes_is_named() {
     assert_eq!((code(&output), output.stdout.len()), (143, 0), "{}", text(&output.stderr));
 }
 
+/// A check that is stopped while a header hangs has found nothing, least of all faults.
+#[test]
+fn a_check_that_is_stopped_at_a_header_finds_no_fault() {
+    if !injected() {
+        return;
+    }
+    // The config, the index, a header, and one of the last.
+    for read in [0, 1, 2, 12] {
+        let mut command = k3();
+        command.args(["verify", "--io-timeout", "0"]).arg(tiny()).env("K3_FAULTS", format!("hang_read={read}"));
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+        std::thread::sleep(Duration::from_millis(700));
+        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+        let output = child.wait_with_output().expect("k3");
+        assert_eq!((code(&output), text(&output.stdout)), (143, String::new()), "read {read}");
+    }
+    // One that is given up is a fault of the disk, and of no file.
+    let mut command = k3();
+    command.args(["verify", "--io-timeout", "1"]).arg(tiny()).env("K3_FAULTS", "hang_read=3");
+    let output = command.output().expect("k3");
+    let lines = text(&output.stdout);
+    assert_eq!(code(&output), 5, "{lines}");
+    assert!(lines.contains("has brought nothing for 1 s") && lines.contains("--io-timeout"), "{lines}");
+    assert!(!lines.contains("rm -f"), "{lines}");
+}
+
 /// The story: only the headers of a pack had a limit; its bulk reads waited for ever.
 #[test]
 fn a_pack_gives_up_on_a_disk_that_does_not_answer() {

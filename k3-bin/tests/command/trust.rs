@@ -141,6 +141,116 @@ fn every_bad_file_is_listed_with_how_to_fetch_it() {
     assert_eq!((code, found["faults"].as_array().expect("faults").len()), (3, 1), "{found}");
 }
 
+/// The story: a hub that is asked for the names alone lists no sizes and no digests, and a check against that said
+/// that all was well with no file looked at.
+#[test]
+fn a_listing_that_says_nothing_is_no_check() {
+    let (folder, dir) = copy();
+    let cache = folder.path().join("cache");
+    let listing = folder.path().join("hub.json");
+    let path = listing.to_str().expect("a path");
+    let without = |names: &dyn Fn(&str) -> bool| {
+        let mut value = hub(&dir);
+        for file in value["siblings"].as_array_mut().expect("siblings") {
+            let file = file.as_object_mut().expect("a file");
+            if names(file["rfilename"].as_str().expect("a name")) {
+                file.remove("size");
+                file.remove("lfs");
+            }
+        }
+        std::fs::write(&listing, value.to_string()).expect("write");
+    };
+    without(&|_| true);
+    let output = verify(&dir, &cache, &["--hash", path]);
+    assert_eq!((code(&output), output.stdout.len()), (2, 0), "{}", text(&output.stdout));
+    for part in ["no file in it has a SHA-256", "blobs=true"] {
+        assert!(text(&output.stderr).contains(part), "{}", text(&output.stderr));
+    }
+    // Of one file that is needed, a shard or a small one.
+    let shard = shards(&dir)[2].file_name().expect("a name").to_string_lossy().into_owned();
+    for needed in [&*shard, "config.json"] {
+        without(&|name| name == needed);
+        let (code, found) = verified(&dir, &cache, &["--hash", path]);
+        assert_eq!((code, &found["passed"], &found["checks"]["hash"]["passed"]), (1, &false.into(), &false.into()));
+        let faults = found["faults"].as_array().expect("faults");
+        assert_eq!(faults.len(), 1, "{found}");
+        assert!(faults[0]["file"].as_str().expect("a file").ends_with(needed), "{found}");
+        assert!(faults[0]["fault"].as_str().expect("text").contains("neither its size nor its SHA-256"), "{found}");
+        assert_eq!(faults[0]["fetch"], Value::Null, "it may be sound: {found}");
+    }
+    // Of one that nobody reads it is said, and no more.
+    std::fs::write(dir.join("README.md"), "read me").expect("write");
+    without(&|name| name == "README.md");
+    let output = verify(&dir, &cache, &["--hash", path]);
+    assert_eq!(code(&output), 0, "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("says nothing of 1 file that is not needed"), "{}", text(&output.stdout));
+    // What is missing has not passed.
+    without(&|_| false);
+    std::fs::remove_file(dir.join(shard)).expect("remove");
+    let (code, found) = verified(&dir, &cache, &["--hash", path]);
+    assert_eq!((code, &found["checks"]["hash"]["passed"]), (3, &false.into()), "{found}");
+}
+
+/// Deleting is only said of what is bad whatever the other files are. What the system does not bring, or what nobody
+/// knows, may be sound.
+#[test]
+fn no_sound_file_is_told_to_be_deleted() {
+    let (folder, dir) = copy();
+    let cache = folder.path().join("cache");
+    let list = folder.path().join("sums");
+    let whole = sums(&dir);
+    let few = whole.lines().filter(|line| !line.ends_with(" config.json")).map(|line| format!("{line}\n"));
+    std::fs::write(&list, few.collect::<String>()).expect("write");
+    let none = |code_of: i32, part: &str, output: &Output| {
+        let lines = text(&output.stdout);
+        assert_eq!(code(output), code_of, "{part}: {lines} {}", text(&output.stderr));
+        assert!(lines.contains("bad: ") && lines.contains(part) && !lines.contains("rm -f"), "{part}: {lines}");
+    };
+    let output = verify(&dir, &cache, &["--hash", list.to_str().expect("a path")]);
+    none(1, "the listing does not have it", &output);
+    // Two shards that stand in each other's place: which of three files is wrong is not known.
+    let all = shards(&dir);
+    let swap = || {
+        let third = dir.join("third");
+        for (from, to) in [(&all[2], &third), (&all[3], &all[2]), (&third, &all[3])] {
+            std::fs::rename(from, to).expect("rename");
+        }
+    };
+    swap();
+    none(3, "one and the same release", &verify(&dir, &cache, &[]));
+    swap();
+    // A link that leads to itself cannot be opened; a run says the same.
+    let (shard, aside) = (&all[4], dir.join("aside"));
+    std::fs::rename(shard, &aside).expect("rename");
+    std::os::unix::fs::symlink(shard, shard).expect("a link");
+    let run = k3().args(["run", "--ids", "1", "--memory", "64M"]).arg(&dir).output().expect("k3");
+    assert_eq!(code(&run), 5, "{}", text(&run.stderr));
+    none(5, "os error 40", &verify(&dir, &cache, &[]));
+    none(5, "not all of the checkpoint can be read", &verify(&dir, &cache, &["--scales"]));
+    let doctor = k3().args(["doctor", "--json"]).arg(&dir).output().expect("k3");
+    assert_eq!(code(&doctor), 5, "{}", text(&doctor.stderr));
+    std::fs::rename(&aside, shard).expect("rename");
+    // A disk that fails.
+    if cfg!(debug_assertions) {
+        let mut command = k3();
+        let name = all[5].file_name().expect("a name").to_string_lossy();
+        command.env("K3_FAULTS", format!("fail_read=0,only={name}")).env("XDG_CACHE_HOME", &cache);
+        none(5, "os error 5", &command.arg("verify").arg(&dir).output().expect("k3"));
+    }
+    // Without an index nothing says which shards are strays.
+    let index = dir.join("model.safetensors.index.json");
+    std::fs::write(&index, "{").expect("write");
+    let output = verify(&dir, &cache, &[]);
+    let lines = text(&output.stdout);
+    assert!(code(&output) == 3 && lines.contains("rm -f") && !lines.contains("not in the index"), "{lines}");
+    assert!(lines.ends_with("1 fault\n"), "{lines}");
+    // A config that is refused has the code that it has for a run.
+    let config = dir.join("config.json");
+    std::fs::write(&config, "{}").expect("write");
+    let output = verify(&dir, &cache, &[]);
+    assert_eq!(code(&output), 2, "{}", text(&output.stdout));
+}
+
 /// What only the bytes can tell: a flipped bit, found; and a check that goes on where it was.
 #[test]
 fn a_flipped_bit_is_found_and_sound_files_are_not_read_again() {
@@ -341,7 +451,9 @@ fn what_the_doctor_says_works_when_it_is_pasted() {
         command.args(["doctor", "--json"]).args(args).current_dir(folder.path());
         let found = object(&mut command);
         let command = found["recommended"]["command"].as_str().expect("a command");
-        assert!(found["recommended"]["seconds_per_token"].as_f64() > Some(0.0), "{found}");
+        // The demo's speed is not measured, so nothing is foretold.
+        let seconds = &found["recommended"]["seconds_per_token"];
+        assert!(seconds.as_f64() > Some(0.0) || args.is_empty() && seconds.is_null(), "{found}");
         assert_eq!(found["exit_code"], 0);
         let output = paste(command);
         assert_eq!(code(&output), 0, "{command}: {}", text(&output.stderr));
@@ -356,6 +468,54 @@ fn what_the_doctor_says_works_when_it_is_pasted() {
     let left: Vec<_> =
         std::fs::read_dir(folder.path()).expect("read_dir").map(|e| e.expect("entry").file_name()).collect();
     assert!(left.iter().all(|name| !name.to_string_lossy().contains("doctor")), "{left:?}");
+}
+
+/// A run that is not as the one the figures are of is another one.
+#[test]
+fn what_the_doctor_is_told_is_in_what_it_says() {
+    let pack = tempfile::tempdir().expect("a folder");
+    let pack = pack.path().join("a trunk.k3");
+    let packed = k3().arg("pack").arg(tiny()).arg(&pack).output().expect("k3");
+    assert_eq!(code(&packed), 0, "{}", text(&packed.stderr));
+    let options =
+        "--threads 2 --backend scalar --io buffered --experts lru --chunk 3 --io-timeout 9 --context 500".split(' ');
+    let mut command = k3();
+    command.args(["doctor", "--json"]).args(options.clone()).arg("--trunk").arg(&pack).arg(tiny());
+    let found = object(&mut command);
+    let command = found["recommended"]["command"].as_str().expect("a command");
+    let trunk = format!("--trunk '{}'", pack.display());
+    let pairs = options.clone().zip(options.skip(1)).step_by(2).map(|(name, value)| format!("{name} {value}"));
+    for option in pairs.chain([trunk]) {
+        assert!(command.contains(&option), "{option}: {command}");
+    }
+    let output = Command::new("sh").args(["-c", command]).env_remove("K3_MODEL").output().expect("sh");
+    assert_eq!(code(&output), 0, "{command}: {}", text(&output.stderr));
+    assert_eq!(found["disk"]["packed_trunk"], pack.display().to_string(), "{found}");
+}
+
+/// What is foretold of a packed trunk is measured where it lies, which may be on another disk than the shards.
+#[test]
+fn a_packed_trunk_is_measured_where_it_lies() {
+    if !cfg!(debug_assertions) {
+        println!("SKIPPED: faults need a build with debug assertions");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let pack = folder.path().join("trunk.k3");
+    let packed = k3().arg("pack").arg(tiny()).arg(&pack).output().expect("k3");
+    assert_eq!(code(&packed), 0, "{}", text(&packed.stderr));
+    let run = |args: &[&str], read: usize| {
+        let mut command = k3();
+        command.args(args).args(["--memory", "64M", "--threads", "1", "--trunk"]).arg(&pack).arg(tiny());
+        command.env("K3_FAULTS", format!("fail_read={read},only=trunk.k3")).output().expect("k3")
+    };
+    // The first read that opening the pack does without.
+    let opened = (0..20).find(|&read| code(&run(&["plan", "--disk", "1"], read)) == 0).expect("it is opened");
+    for args in [&["plan"][..], &["doctor"], &["bench", "--seconds", "0", "--backend", "scalar"]] {
+        let output = run(args, opened);
+        assert_eq!(code(&output), 5, "{args:?}: {}", text(&output.stdout));
+        assert!(text(&output.stderr).contains("trunk.k3: read at byte"), "{args:?}: {}", text(&output.stderr));
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use crate::aligned::AlignedBuf;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::fetch::{Fetch, Priority};
-use crate::io::{Disk, FileSet, Mode};
+use crate::io::{Disk, FileSet, Mode, free_space};
 use crate::segment::{Place, Read, block};
 use std::fs;
 use std::io::{self, Write};
@@ -45,6 +45,44 @@ pub struct Case {
     pub block: usize,
     /// Reads in flight.
     pub depth: usize,
+}
+
+impl Case {
+    /// Bytes of a read at least: shorter ones are another way of reading.
+    const LEAST: usize = 64 << 10;
+
+    /// What its buffers take (bytes).
+    #[must_use]
+    pub const fn memory(self) -> u64 {
+        (self.depth as u64).saturating_mul(room_for(self.block) as u64)
+    }
+
+    /// The same with buffers of `bytes` in all, as an engine with little memory reads: shorter reads of what
+    /// lies in a row, fewer at a time of what comes whole. `None` if there is no room for one.
+    #[must_use]
+    pub fn within(self, bytes: u64) -> Option<Self> {
+        if self.memory() <= bytes {
+            return Some(self);
+        }
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        match self.pattern {
+            Pattern::Sequential => {
+                let each = bytes / self.depth.max(1) / block() * block();
+                let block = each.saturating_sub(block());
+                (block >= Self::LEAST).then_some(Self { block, ..self })
+            }
+            Pattern::Random => {
+                let depth = bytes / room_for(self.block);
+                (depth > 0).then_some(Self { depth, ..self })
+            }
+        }
+    }
+}
+
+/// Bytes of buffer that a read takes: an offset within a block of the disk costs the bytes before it, and those
+/// up to the next behind.
+const fn room_for(bytes: usize) -> usize {
+    bytes.next_multiple_of(block()) + block()
 }
 
 /// Bytes of a routed expert of the released model, from its first tensor to its last.
@@ -164,9 +202,8 @@ fn run(set: &FileSet, mut reads: Reads, time: Duration, stop: &Arc<AtomicBool>) 
     let depth = case.depth.max(1);
     let fetch = Fetch::new(set.clone(), depth, Arc::clone(stop))?;
     let (sender, receiver) = channel();
-    // An offset within a block of the disk costs the bytes before it, and those up to the next behind.
-    let room = case.block.next_multiple_of(block()) + block();
-    let buffers: Vec<AlignedBuf> = (0..depth).map(|_| AlignedBuf::zeroed(room)).collect::<Result<_, _>>()?;
+    let buffers: Vec<AlignedBuf> =
+        (0..depth).map(|_| AlignedBuf::zeroed(room_for(case.block))).collect::<Result<_, _>>()?;
     let started = Instant::now();
     let (mut in_flight, mut bytes) = (0, 0);
     let mut submit = |buffer: AlignedBuf| match reads.next() {
@@ -244,14 +281,14 @@ impl From<io::Error> for ScratchError {
 
 impl Scratch {
     /// Parts of a file that are written at once (bytes).
-    const PART: usize = 4 << 20;
+    pub const PART: usize = 4 << 20;
 
     /// Writes `len` bytes in `dir`, or what a slow disk takes in `time`, and waits until they are on it.
     ///
     /// # Errors
     /// [`ScratchError`]; nothing is left in `dir`.
     pub fn write(dir: &Path, len: u64, time: Duration, stop: &AtomicBool) -> Result<Self, ScratchError> {
-        let (free, needed) = (free(dir)?, len.saturating_mul(4));
+        let (free, needed) = (free_space(dir)?, len.saturating_mul(4));
         if free < needed {
             return Err(ScratchError::NoRoom { free, needed });
         }
@@ -297,12 +334,6 @@ impl Scratch {
     }
 }
 
-/// Bytes that may still be written below `dir`.
-fn free(dir: &Path) -> io::Result<u64> {
-    let stat = rustix::fs::statvfs(dir)?;
-    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -325,6 +356,29 @@ mod tests {
         assert_eq!(offsets(case, &[4, 7], 9), [(1, 0)]);
         assert!(offsets(case, &[], 9).is_empty() && offsets(case, &[0], 9).is_empty());
         assert!(offsets(Case { pattern: Pattern::Random, ..case }, &[0], 9).is_empty());
+    }
+
+    #[test]
+    fn buffers_keep_within_their_memory() {
+        let [sequential, random, ..] = CASES;
+        for case in [sequential, random] {
+            assert_eq!(case.within(case.memory()), Some(case));
+            let mut last = u64::MAX;
+            for bytes in (0..=case.memory()).rev().step_by(99_999) {
+                let Some(less) = case.within(bytes) else {
+                    last = bytes;
+                    break;
+                };
+                assert!(less.memory() <= bytes && less.block > 0 && less.depth > 0, "{less:?} in {bytes}");
+                match case.pattern {
+                    Pattern::Sequential => assert_eq!(less.depth, case.depth),
+                    Pattern::Random => assert_eq!(less.block, case.block),
+                }
+            }
+            assert!(last < 18_000_000, "{case:?} would have had room in {last}");
+        }
+        assert_eq!((sequential.within(0), random.within(EXPERT as u64)), (None, None));
+        assert_eq!(random.within(60_000_000).map(|c| c.depth), Some(3));
     }
 
     #[test]

@@ -61,6 +61,13 @@ pub const RELEASED: [Shape; 5] = [
     Shape { coding: Coding::Mxfp4, rows: 3584, cols: 3072 },
 ];
 
+/// A matrix as the trunk has them, with fewer rows: what machines with little memory are measured by.
+pub const SMALL: Shape = Shape { rows: 1536, ..RELEASED[0] };
+
+/// What [`measure`] takes for inputs and outputs at most, besides the weights, if no case has more than eight
+/// positions (bytes).
+pub const BESIDE: u64 = 8_000_000;
+
 impl Shape {
     /// Bytes of codes and of scales.
     const fn parts(self) -> (usize, usize) {
