@@ -4,17 +4,19 @@ use crate::args::{Bench as Args, Io};
 use crate::fail::{self, Failure};
 use crate::report;
 use crate::signals;
-use crate::start::{Opened, Options, Wanted};
+use crate::start::{Opened, Options, Wanted, room};
 use k3_core::backend::Backend;
 use k3_platform::aligned::AllocError;
 use k3_platform::error::Error;
 use k3_platform::exec::Rayon;
-use k3_platform::io::{FileSet, Mode};
-use k3_platform::measure::disk::{self, EXPERT, Scratch, ScratchError};
-use k3_platform::measure::kernels::{self, Case, Coding, RELEASED, Report};
+use k3_platform::inventory::Inventory;
+use k3_platform::io::Mode;
+use k3_platform::measure::disk::{self, CASES, EXPERT, Scratch, ScratchError};
+use k3_platform::measure::kernels::{self, BESIDE, Case, Coding, RELEASED, Report, SMALL};
 use k3_platform::measure::token::{Expected, Rates, expect};
 use k3_platform::measure::weights;
 use k3_platform::memory::{available, default_threads};
+use k3_platform::plan::Plan;
 use k3_platform::units::human;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -26,8 +28,8 @@ use std::time::Duration;
 const QUICK: f64 = 4.0;
 /// Part of the time that kernels get; the disk gets the rest.
 const KERNELS: f64 = 0.5;
-/// Memory the kernels read weights from: several times any cache, if a quarter of what is free holds it
-/// (bytes).
+/// Memory the kernels read weights from: several times any cache, if the budget and a quarter of what is free
+/// hold it (bytes).
 const DATA: usize = 512 << 20;
 /// The file that is read where there is no model (bytes).
 const SCRATCH: u64 = 1 << 30;
@@ -44,8 +46,13 @@ pub(crate) fn bench(args: &Args) -> Result<u8, Failure> {
     let options = Options::new(&args.common)?;
     let backend = options.backend();
     let all = args.common.threads.map_or_else(default_threads, usize::from);
-    // A model that cannot be opened is told before anything is measured.
+    let budget = options.budget();
+    // A model that cannot be opened, or run, is told before anything is measured.
     let opened = if args.common.model.is_some() { Some(options.open()?) } else { None };
+    let plan = match &opened {
+        Some(opened) => Some(opened.plan(Wanted { context: CONTEXT, prompt: CONTEXT, ..Wanted::default() })?),
+        None => None,
+    };
     let stop = match &opened {
         Some(opened) => Arc::clone(opened.stop()),
         None => signals::watch()?,
@@ -58,8 +65,8 @@ pub(crate) fn bench(args: &Args) -> Result<u8, Failure> {
     let mut measured = Vec::new();
     let mut skipped = None;
     for &n in &threads {
-        match kernels_on(n, &backends, Duration::from_secs_f64(share))? {
-            Ok(report) => measured.push((n, report)),
+        match kernels_on(n, budget, &backends, Duration::from_secs_f64(share))? {
+            Ok(measure) => measured.push(measure),
             Err(reason) => skipped = Some(reason),
         }
         if signals::stopped() {
@@ -67,17 +74,20 @@ pub(crate) fn bench(args: &Args) -> Result<u8, Failure> {
         }
     }
     let mode = if args.common.io == Io::Direct { Mode::Direct } else { Mode::Buffered };
-    let disk = match disk_of(opened.as_ref(), mode, Duration::from_secs_f64(seconds * (1.0 - KERNELS)), &stop) {
+    let time = Duration::from_secs_f64(seconds * (1.0 - KERNELS));
+    let disk = match disk_of(opened.as_ref(), mode, budget, time, &stop) {
         Err(Failure { .. }) if signals::stopped() => return Ok(signals::code()),
         other => other?,
     };
-    let best = measured.last().map(|(_, report)| Best::of(report, backend));
-    let expected = match (&opened, &best, &disk) {
-        (Some(opened), Some(best), Ok(disk)) => Some(expected(opened, best, disk)?),
+    let best = measured.last().map(|measured| Best::of(&measured.report, backend));
+    let expected = match (&opened, &plan, &best, &disk) {
+        (Some(opened), Some(plan), Some(best), Ok(disk)) => expected(opened, plan, best, disk),
         _ => None,
     };
     if args.common.json {
-        report::print_json(&object(backend, &measured, skipped.as_deref(), best, &disk, expected))?;
+        let mut object = object(backend, &measured, skipped.as_deref(), best, &disk, expected);
+        object["memory"] = report::held(budget);
+        report::print_json(&object)?;
     } else {
         report::print(&text(&measured, skipped.as_deref(), &disk, expected))?;
     }
@@ -89,14 +99,35 @@ fn chosen(name: &str, backend: Backend) -> Vec<Backend> {
     if name == "auto" { Backend::available().collect() } else { vec![backend] }
 }
 
-/// Measures on so many threads, or says why not.
-fn kernels_on(threads: usize, backends: &[Backend], time: Duration) -> Result<Result<Report, String>, Failure> {
+/// What the kernels of so many threads did.
+struct Measured {
+    threads: usize,
+    /// Weights they read (bytes).
+    weights: usize,
+    report: Report,
+}
+
+/// Weights that kernels can be measured with: what a budget and what is free leave besides the kernels' inputs
+/// and outputs, and `most` at most (bytes).
+pub(crate) fn weights_within(budget: u64, threads: usize, most: usize) -> usize {
     let free = available(0).map_or(u64::MAX, |a| a.bytes);
+    let bytes = room(budget, threads).saturating_sub(BESIDE).min(free / 4);
+    most.min(usize::try_from(bytes).unwrap_or(most))
+}
+
+/// Measures on so many threads, or says why not.
+fn kernels_on(
+    threads: usize,
+    budget: u64,
+    backends: &[Backend],
+    time: Duration,
+) -> Result<Result<Measured, String>, Failure> {
     // Who gives no time wants to see the fields, not the figures.
-    let (trunk, wanted) = if time.is_zero() { (RELEASED[2], RELEASED[2].bytes()) } else { (RELEASED[0], DATA) };
-    let bytes = wanted.min(usize::try_from(free / 4).unwrap_or(wanted));
+    let bytes = weights_within(budget, threads, if time.is_zero() { SMALL.bytes() } else { DATA });
+    let trunk = if bytes < RELEASED[0].bytes() { SMALL } else { RELEASED[0] };
     if bytes < trunk.bytes() {
-        return Ok(Err(format!("only {} of memory are free", human(free))));
+        let (bytes, needed) = (human(bytes as u64), human(trunk.bytes() as u64));
+        return Ok(Err(format!("there is memory for {bytes} of weights, and a matrix of the trunk has {needed}")));
     }
     let exec = Rayon::new(threads).map_err(|e| internal(&e))?;
     let data = match weights(bytes, &exec) {
@@ -111,7 +142,8 @@ fn kernels_on(threads: usize, backends: &[Backend], time: Duration) -> Result<Re
             cases.extend(fast.map(|&backend| Case { shape, positions, backend }));
         }
     }
-    kernels::measure(&data, &exec, &cases, time).map(Ok).map_err(|e| internal(&e))
+    let report = kernels::measure(&data, &exec, &cases, time).map_err(|e| internal(&e))?;
+    Ok(Ok(Measured { threads, weights: bytes, report }))
 }
 
 fn internal(error: &dyn std::error::Error) -> Failure {
@@ -143,15 +175,28 @@ fn rate(report: &Report, backend: Backend, coding: Coding, positions: usize) -> 
 /// What the disk did.
 struct Disk {
     source: String,
+    /// The packed trunk that sequential reads were of.
+    pack: Option<String>,
     direct: bool,
-    figures: Vec<disk::Figure>,
+    /// Memory there was for buffers (bytes).
+    room: u64,
+    /// The engine's own ways first, as in [`CASES`]; `None` where memory is too small for one.
+    figures: Vec<(disk::Case, Option<disk::Figure>)>,
 }
 
 impl Disk {
-    /// The best of a pattern (bytes a second).
-    fn best(&self, pattern: disk::Pattern) -> f64 {
-        let these = self.figures.iter().filter(|f| f.case.pattern == pattern);
-        these.map(disk::Figure::rate).fold(0.0, f64::max)
+    /// Reads the trunk as the engine does (bytes a second).
+    fn sequential(&self) -> Option<f64> {
+        self.rate(0)
+    }
+
+    /// Reads experts as the engine does (bytes a second).
+    fn experts(&self) -> Option<f64> {
+        self.rate(1)
+    }
+
+    fn rate(&self, case: usize) -> Option<f64> {
+        self.figures.get(case)?.1.as_ref().map(disk::Figure::rate)
     }
 }
 
@@ -159,9 +204,15 @@ impl Disk {
 fn disk_of(
     opened: Option<&Opened<'_>>,
     mode: Mode,
+    budget: u64,
     time: Duration,
     stop: &Arc<AtomicBool>,
 ) -> Result<Result<Disk, String>, Failure> {
+    let depth = CASES.iter().map(|case| case.depth).max().unwrap_or(1);
+    let room = room(budget, depth);
+    if room < Scratch::PART as u64 {
+        return Ok(Err(format!("there is memory for {} of buffers", human(room))));
+    }
     let Some(opened) = opened else {
         let here = Path::new(".");
         let (writing, reading) = (time.mul_f64(WRITING), time.mul_f64(1.0 - WRITING));
@@ -171,36 +222,57 @@ fn disk_of(
             Err(error) => return Ok(Err(error.to_string())),
         };
         let (files, disk) = scratch.files(mode);
-        let figures = cases(&files, &[scratch.len()], reading, stop)?;
+        let read = |case, time| disk::measure(&files, &[scratch.len()], case, time, stop);
+        let figures = cases(EXPERT, room, reading, read)?;
         let source = format!("a file of {} in the current folder", human(scratch.len()));
-        return Ok(Ok(Disk { source, direct: mode == Mode::Direct && !disk.fell_back(), figures }));
+        return Ok(Ok(Disk { source, pack: None, direct: mode == Mode::Direct && !disk.fell_back(), room, figures }));
     };
-    let lengths: Vec<u64> = opened.checkpoint.index().shards().iter().map(|s| s.len).collect();
-    let figures = cases(&opened.checkpoint.files(), &lengths, time, stop)?;
+    let expert = usize::try_from(Inventory::of(&opened.checkpoint).expert_bytes).unwrap_or(EXPERT);
+    let figures = cases(expert, room, time, |case, time| read(opened, case, time))?;
     let source = opened.checkpoint.dir().display().to_string();
-    Ok(Ok(Disk { source, direct: mode == Mode::Direct && !opened.disk().fell_back(), figures }))
+    let pack = opened.checkpoint.pack().map(|pack| pack.path().display().to_string());
+    Ok(Ok(Disk { source, pack, direct: mode == Mode::Direct && !opened.disk().fell_back(), room, figures }))
 }
 
+/// Reads the files of a model as the engine does: the trunk from where a pass streams it, experts from the
+/// shards.
+pub(crate) fn read(opened: &Opened<'_>, case: disk::Case, time: Duration) -> Result<disk::Figure, Error> {
+    let (checkpoint, stop) = (&opened.checkpoint, opened.stop());
+    match case.pattern {
+        disk::Pattern::Sequential => disk::streamed(checkpoint, case, time, stop),
+        disk::Pattern::Random => {
+            let lengths: Vec<u64> = checkpoint.index().shards().iter().map(|s| s.len).collect();
+            disk::measure(&checkpoint.files(), &lengths, case, time, stop)
+        }
+    }
+}
+
+/// Measures all cases with experts of a size and with so many bytes of buffers.
 fn cases(
-    files: &FileSet,
-    lengths: &[u64],
+    expert: usize,
+    room: u64,
     time: Duration,
-    stop: &Arc<AtomicBool>,
-) -> Result<Vec<disk::Figure>, Failure> {
-    let each = time / u32::try_from(disk::CASES.len()).unwrap_or(1);
-    let figure = |&case| Ok(disk::measure(files, lengths, case, each, stop)?);
-    disk::CASES.iter().map(figure).collect()
+    read: impl Fn(disk::Case, Duration) -> Result<disk::Figure, Error>,
+) -> Result<Vec<(disk::Case, Option<disk::Figure>)>, Failure> {
+    let each = time / u32::try_from(CASES.len()).unwrap_or(1);
+    let mut figures = Vec::new();
+    for (i, mut case) in CASES.into_iter().enumerate() {
+        if case.block == EXPERT {
+            case.block = expert;
+        }
+        // The engine reads with what it has. The others are there to be compared, so they are what they say.
+        let fitting = case.within(room).filter(|&fitting| i < 2 || fitting == case);
+        let figure = fitting.map(|case| read(case, each)).transpose()?;
+        // A model may be smaller than a block.
+        figures.push((figure.map_or(case, |f| f.case), figure.filter(|f| f.bytes > 0)));
+    }
+    Ok(figures)
 }
 
-fn expected(opened: &Opened<'_>, best: &Best, disk: &Disk) -> Result<(Expected, u64), Failure> {
-    let plan = opened.plan(Wanted { context: CONTEXT, prompt: CONTEXT, ..Wanted::default() })?;
-    let rates = Rates {
-        sequential: disk.best(disk::Pattern::Sequential),
-        experts: disk.best(disk::Pattern::Random),
-        bf16: best.bf16,
-        mxfp4: best.mxfp4,
-    };
-    Ok((expect(&opened.checkpoint, &plan, &rates), plan.budget))
+/// Seconds of a token, and the budget it is for; `None` if the disk was not read in the engine's ways.
+fn expected(opened: &Opened<'_>, plan: &Plan, best: &Best, disk: &Disk) -> Option<(Expected, u64)> {
+    let rates = Rates { sequential: disk.sequential()?, experts: disk.experts()?, bf16: best.bf16, mxfp4: best.mxfp4 };
+    Some((expect(&opened.checkpoint, plan, &rates), plan.budget))
 }
 
 /// GB or billions a second, as far as anybody reads.
@@ -210,7 +282,7 @@ fn giga(rate: f64) -> f64 {
 
 fn object(
     backend: Backend,
-    measured: &[(usize, Report)],
+    measured: &[Measured],
     skipped: Option<&str>,
     best: Option<Best>,
     disk: &Result<Disk, String>,
@@ -218,7 +290,7 @@ fn object(
 ) -> Value {
     let threads: Vec<Value> = measured
         .iter()
-        .map(|(n, report)| {
+        .map(|Measured { threads, weights, report }| {
             let mut backends = Map::new();
             for (backend, peak) in &report.peaks {
                 let of = |coding, positions| rate(report, *backend, coding, positions).map(giga);
@@ -231,27 +303,31 @@ fn object(
                 });
                 backends.insert(backend.name().to_owned(), value);
             }
-            json!({"threads": n, "memory_read_gb_s": giga(report.read.best), "backends": backends})
+            json!({
+                "threads": threads, "weights_bytes": weights, "memory_read_gb_s": giga(report.read.best),
+                "backends": backends,
+            })
         })
         .collect();
     let disk = match disk {
         Err(reason) => json!({"skipped": reason}),
         Ok(disk) => json!({
             "source": disk.source,
+            "packed_trunk": disk.pack,
             "direct": disk.direct,
-            "sequential_gb_s": giga(disk.best(disk::Pattern::Sequential)),
-            "experts_gb_s": giga(disk.best(disk::Pattern::Random)),
-            "cases": disk.figures.iter().map(|f| json!({
-                "pattern": f.case.pattern.name(),
-                "block_bytes": f.case.block,
-                "in_flight": f.case.depth,
-                "gb_s": giga(f.rate()),
-                "bytes": f.bytes,
+            "sequential_gb_s": disk.sequential().map(giga),
+            "experts_gb_s": disk.experts().map(giga),
+            "cases": disk.figures.iter().map(|(case, figure)| json!({
+                "pattern": case.pattern.name(),
+                "block_bytes": case.block,
+                "in_flight": case.depth,
+                "gb_s": figure.map(|f| giga(f.rate())),
+                "bytes": figure.map(|f| f.bytes),
             })).collect::<Vec<_>>(),
         }),
     };
     json!({
-        "threads": measured.last().map(|(n, _)| n),
+        "threads": measured.last().map(|measured| measured.threads),
         "backend": backend.name(),
         "memory_read_gb_s": best.map(|b| giga(b.read)),
         "kernels": {
@@ -271,16 +347,20 @@ fn object(
 }
 
 fn text(
-    measured: &[(usize, Report)],
+    measured: &[Measured],
     skipped: Option<&str>,
     disk: &Result<Disk, String>,
     expected: Option<(Expected, u64)>,
 ) -> String {
     use std::fmt::Write as _;
     let mut text = String::new();
-    for (n, report) in measured {
-        let plural = if *n == 1 { "thread" } else { "threads" };
-        let _ = writeln!(text, "{n} {plural}: memory is read at {:.1} GB/s", report.read.best / 1e9);
+    for Measured { threads, weights, report } in measured {
+        let threads = report::count(*threads, "thread");
+        let few = match *weights < DATA {
+            true => format!(", {} of it: a cache may hold a part", human(*weights as u64)),
+            false => String::new(),
+        };
+        let _ = writeln!(text, "{threads}: memory is read at {:.1} GB/s{few}", report.read.best / 1e9);
         for (backend, peak) in &report.peaks {
             let part = |coding| {
                 let rate = rate(report, *backend, coding, 1).unwrap_or(0.0);
@@ -305,14 +385,18 @@ fn text(
         Ok(disk) => {
             let how = if disk.direct { "past the page cache" } else { "through the page cache" };
             let _ = writeln!(text, "disk, {how}, {}:", disk.source);
-            for f in &disk.figures {
-                let what = if f.case.block == EXPERT { "experts of".to_owned() } else { String::new() };
-                let (pattern, block, depth) = (f.case.pattern.name(), human(f.case.block as u64), f.case.depth);
-                let _ = writeln!(
-                    text,
-                    "  {pattern:<10} {what:>10} {block:>9}, {depth:>2} in flight {:7.2} GB/s",
-                    f.rate() / 1e9
-                );
+            if let Some(pack) = &disk.pack {
+                let _ = writeln!(text, "  (the sequential reads are of {pack})");
+            }
+            for (i, (case, figure)) in disk.figures.iter().enumerate() {
+                let what = if CASES[i].block == EXPERT { "experts of" } else { "" };
+                let rate = match figure {
+                    Some(figure) => format!("{:7.2} GB/s", figure.rate() / 1e9),
+                    None if case.memory() > disk.room => "not measured: too little memory".to_owned(),
+                    None => "not measured: the files are too short".to_owned(),
+                };
+                let (pattern, block, depth) = (case.pattern.name(), human(case.block as u64), case.depth);
+                let _ = writeln!(text, "  {pattern:<10} {what:>10} {block:>9}, {depth:>2} in flight {rate}");
             }
         }
     }

@@ -1,21 +1,22 @@
 //! `k3 doctor`: what this machine, its disk and a checkpoint can do, and what to type.
 
-use crate::args::{Cli, Doctor as Args};
-use crate::fail::{BUDGET, DAMAGED, Failure};
+use crate::args::{Cli, Doctor as Args, PLAN_CONTEXT};
+use crate::bench::{self, weights_within};
+use crate::fail::{BUDGET, Failure};
 use crate::report;
 use crate::signals;
-use crate::start::{Opened, Options, Wanted};
+use crate::start::{Opened, Options, Wanted, room};
 use crate::text;
-use crate::verify::{fetch, quoted};
+use crate::verify::{fetch, quoted, worst};
 use clap::CommandFactory as _;
 use k3_core::backend::Backend;
 use k3_core::checkpoint::Class;
 use k3_platform::error::Error;
 use k3_platform::exec::Rayon;
 use k3_platform::inventory::Inventory;
-use k3_platform::io::{Disk, FileSet, Mode, open_limit};
+use k3_platform::io::{Disk, Mode, free_space, open_limit};
 use k3_platform::measure::disk::{self, Case, EXPERT, Figure, Pattern, Scratch};
-use k3_platform::measure::kernels::{self, Coding, RELEASED, Shape};
+use k3_platform::measure::kernels::{self, Coding, RELEASED, SMALL};
 use k3_platform::measure::token::{Rates, expect};
 use k3_platform::measure::weights;
 use k3_platform::memory::{Machine, available, default_threads};
@@ -45,11 +46,8 @@ const SEGMENT: usize = 16 << 20;
 const SAMPLE: u64 = 256 << 20;
 const WRITE: Duration = Duration::from_secs(10);
 
-/// Memory the kernels read weights from, if a quarter of what is free holds it (bytes).
+/// Memory the kernels read weights from, if the budget and a quarter of what is free hold it (bytes).
 const DATA: usize = 128 << 20;
-
-/// A matrix as the trunk has them, with fewer rows: machines with little memory are measured, too.
-const TRUNK: Shape = Shape { rows: 1536, ..RELEASED[0] };
 
 /// A shell's `k3 run` that answers soon even where a token takes minutes.
 const TRY: &str = "--prompt 'The capital of France is' --max-tokens 8";
@@ -58,12 +56,15 @@ const TRY: &str = "--prompt 'The capital of France is' --max-tokens 8";
 struct DiskSpeed {
     figures: Vec<Figure>,
     direct: bool,
+    /// The packed trunk that sequential reads were of.
+    pack: Option<PathBuf>,
 }
 
 impl DiskSpeed {
+    /// As the engine reads, or with as many reads in flight as memory is enough for.
     fn at(&self, pattern: Pattern) -> Option<f64> {
-        let this = |f: &&Figure| f.case.pattern == pattern && f.case.depth == ENGINE_DEPTH;
-        self.figures.iter().find(this).map(Figure::rate)
+        let these = self.figures.iter().filter(|f| f.case.pattern == pattern && f.case.depth <= ENGINE_DEPTH);
+        these.max_by_key(|f| f.case.depth).map(Figure::rate)
     }
 }
 
@@ -76,11 +77,14 @@ struct Kernels {
 
 impl Kernels {
     /// Measures them; `None` where there is no memory for it.
-    fn measure(backend: Backend, threads: usize) -> Option<Self> {
-        let free = available(0).map_or(u64::MAX, |a| a.bytes);
+    fn measure(backend: Backend, threads: usize, budget: u64) -> Option<Self> {
+        let bytes = weights_within(budget, threads, DATA);
+        if bytes < SMALL.bytes() {
+            return None;
+        }
         let exec = Rayon::new(threads).ok()?;
-        let data = weights(DATA.min(usize::try_from(free / 4).unwrap_or(DATA)), &exec).ok()?;
-        let cases = [TRUNK, RELEASED[3]].map(|shape| kernels::Case { shape, positions: 1, backend });
+        let data = weights(bytes, &exec).ok()?;
+        let cases = [SMALL, RELEASED[3]].map(|shape| kernels::Case { shape, positions: 1, backend });
         let report = kernels::measure(&data, &exec, &cases, MEASURE).ok()?;
         let rate = |coding| report.figures.iter().find(|f| f.case.shape.coding == coding).map(|f| f.bytes.best);
         Some(Self { bf16: rate(Coding::Bf16)?, mxfp4: rate(Coding::Mxfp4)? })
@@ -90,8 +94,10 @@ impl Kernels {
 /// What is recommended.
 struct Advice {
     command: String,
-    /// Seconds a token takes, and why.
-    prediction: Option<(f64, String)>,
+    /// Seconds a token takes.
+    seconds: Option<f64>,
+    /// Why so many, or why nothing is foretold.
+    why: Option<String>,
     code: u8,
 }
 
@@ -120,34 +126,36 @@ pub(crate) fn doctor(args: &Args) -> Result<u8, Failure> {
     let backend = options.backend();
     let mut report = Report::default();
     say(args, "measuring the kernels");
-    let kernels = Kernels::measure(backend, threads);
+    let kernels = Kernels::measure(backend, threads, budget);
     hush(args);
     machine(backend, threads, budget, kernels, &mut report);
     let here = ["config.json", "model.safetensors.index.json"].iter().all(|name| Path::new(name).is_file());
     let named = args.common.model.is_some();
-    let advice = if named || here { model(args, kernels, &mut report)? } else { no_model(args, &mut report)? };
+    let advice =
+        if named || here { model(args, budget, kernels, &mut report)? } else { no_model(args, budget, &mut report)? };
     if signals::stopped() {
         return Ok(signals::code());
     }
     report.group("what to type");
     report.line("", &advice.command);
-    if let Some((seconds, why)) = &advice.prediction {
-        let rate = if *seconds < 1.0 {
-            format!("{:.1} tokens a second", 1.0 / seconds)
-        } else {
-            format!("{seconds:.1} s a token")
+    if let Some(why) = &advice.why {
+        let rate = match advice.seconds {
+            Some(seconds) if seconds < 1.0 => format!("about {:.1} tokens a second: ", 1.0 / seconds),
+            Some(seconds) => format!("about {seconds:.1} s a token: "),
+            None => String::new(),
         };
-        report.line("expect", format!("about {rate}: {why}"));
+        report.line("expect", format!("{rate}{why}"));
     }
     report.json.insert(
         "recommended".into(),
         json!({
             "command": advice.command,
-            "seconds_per_token": advice.prediction.as_ref().map(|p| p.0),
-            "reason": advice.prediction.as_ref().map(|p| &p.1),
+            "seconds_per_token": advice.seconds,
+            "reason": advice.why,
         }),
     );
     report.json.insert("exit_code".into(), json!(advice.code));
+    report.json.insert("memory".into(), report::held(budget));
     if args.common.json {
         report::print_json(&Value::Object(report.json))?;
     } else {
@@ -213,26 +221,31 @@ fn machine(backend: Backend, threads: usize, budget: u64, kernels: Option<Kernel
     );
 }
 
-/// Measures reads of two kinds at four depths.
+/// Measures reads of two kinds at four depths, or at those that the budget is enough for.
 fn measure(
     args: &Args,
-    files: &FileSet,
-    lens: &[u64],
+    budget: u64,
     disk: &Disk,
     expert: usize,
-    stop: &Arc<AtomicBool>,
+    read: impl Fn(Case) -> Result<Figure, Error>,
 ) -> Result<DiskSpeed, Failure> {
+    let room = room(budget, DEPTHS[3]);
     let mut figures = Vec::new();
     for (pattern, block) in [(Pattern::Sequential, SEGMENT), (Pattern::Random, expert)] {
-        for depth in DEPTHS {
-            say(args, &format!("measuring the disk: {}, {depth} in flight", name_of(pattern)));
+        // Pieces of one size for all depths, which the engine would read with so much memory.
+        let Some(engine) = (Case { pattern, block, depth: ENGINE_DEPTH }).within(room) else { continue };
+        for case in DEPTHS.map(|depth| Case { depth, ..engine }) {
+            if case.memory() > room {
+                continue;
+            }
+            say(args, &format!("measuring the disk: {}, {} in flight", name_of(pattern), case.depth));
             // A small model is read in small pieces.
-            let figure = disk::measure(files, lens, Case { pattern, block, depth }, MEASURE, stop)?;
-            figures.extend(Some(figure).filter(|f| f.bytes > 0));
+            figures.extend(Some(read(case)?).filter(|f| f.bytes > 0));
         }
     }
     hush(args);
-    Ok(DiskSpeed { figures, direct: args.common.io == crate::args::Io::Direct && !disk.fell_back() })
+    let direct = args.common.io == crate::args::Io::Direct && !disk.fell_back();
+    Ok(DiskSpeed { figures, direct, pack: None })
 }
 
 const fn name_of(pattern: Pattern) -> &'static str {
@@ -247,14 +260,20 @@ fn tell_disk(dir: &Path, speed: &DiskSpeed, need: Option<u64>, report: &mut Repo
     report.line("folder", dir.display());
     let how = if speed.direct { "past the page cache" } else { "through the page cache, so some of this is memory" };
     report.line("read", how);
+    if let Some(pack) = &speed.pack {
+        report.line("trunk", format!("{}, which is what was read in sequence", pack.display()));
+    }
     for pattern in [Pattern::Sequential, Pattern::Random] {
         let these: Vec<_> = speed.figures.iter().filter(|f| f.case.pattern == pattern).collect();
         let each = these.iter().map(|f| format!("{:.2} at {}", f.rate() / 1e9, f.case.depth)).collect::<Vec<_>>();
-        let block = these.first().map_or(0, |f| f.case.block as u64);
-        let each = each.join(", ");
-        report.line(name_of(pattern), format!("{each} in flight (GB/s, reads of {})", human(block)));
+        let Some(first) = these.first() else {
+            report.line(name_of(pattern), "not measured: there is too little memory for it");
+            continue;
+        };
+        let (each, block) = (each.join(", "), human(first.case.block as u64));
+        report.line(name_of(pattern), format!("{each} in flight (GB/s, reads of {block})"));
     }
-    let free = free_space(dir);
+    let free = free_space(dir).ok();
     if let Some(free) = free {
         let pack = Cli::command().find_subcommand("pack").is_some();
         match need.filter(|_| pack) {
@@ -280,15 +299,11 @@ fn tell_disk(dir: &Path, speed: &DiskSpeed, need: Option<u64>, report: &mut Repo
     report.json.insert(
         "disk".into(),
         json!({
-            "folder": dir.display().to_string(), "direct": speed.direct, "reads": rows.collect::<Vec<_>>(),
+            "folder": dir.display().to_string(), "packed_trunk": speed.pack.as_ref().map(|p| p.display().to_string()),
+            "direct": speed.direct, "reads": rows.collect::<Vec<_>>(),
             "free_bytes": free, "pack_bytes_at_most": need,
         }),
     );
-}
-
-/// Bytes that this user may still write in the file system of a folder.
-fn free_space(dir: &Path) -> Option<u64> {
-    k3_platform::io::free_space(dir).ok()
 }
 
 /// The path by which this program was started, for a command that can be pasted.
@@ -309,11 +324,29 @@ fn same_options(args: &Args) -> String {
     if common.io == crate::args::Io::Buffered {
         text.push_str(" --io buffered");
     }
+    if common.trunk != Path::new("auto") {
+        let _ = write!(text, " --trunk {}", quoted(&common.trunk));
+    }
+    if common.experts == crate::args::Experts::Lru {
+        text.push_str(" --experts lru");
+    }
+    if let Some(chunk) = common.chunk {
+        let _ = write!(text, " --chunk {chunk}");
+    }
+    if let Some(seconds) = common.reading.io_timeout {
+        let _ = write!(text, " --io-timeout {seconds}");
+    }
+    if let Some(limit) = common.reading.disk_limit {
+        let _ = write!(text, " --disk-limit {limit}");
+    }
+    if args.planned.context != PLAN_CONTEXT {
+        let _ = write!(text, " --context {}", args.planned.context);
+    }
     text
 }
 
 /// What there is to say of a checkpoint.
-fn model(args: &Args, kernels: Option<Kernels>, report: &mut Report) -> Result<Advice, Failure> {
+fn model(args: &Args, budget: u64, kernels: Option<Kernels>, report: &mut Report) -> Result<Advice, Failure> {
     let located = Options::new(&args.common)?.locate_or(Path::new("."))?;
     let dir = located.dir.clone();
     say(args, "looking at the checkpoint");
@@ -355,7 +388,8 @@ fn model(args: &Args, kernels: Option<Kernels>, report: &mut Report) -> Result<A
             report.line("mend", format!("{one}   (for the first; REPOSITORY is where you have it from)"));
         }
         let command = format!("{} verify {}", program(), quoted(&dir));
-        return Ok(Advice { command, prediction: None, code: DAMAGED });
+        let code = worst(survey.faults.iter().map(|error| Failure::from(error).code));
+        return Ok(Advice { command, seconds: None, why: None, code });
     }
     let opened = located.open()?;
     let inventory = Inventory::of(&opened.checkpoint);
@@ -364,15 +398,15 @@ fn model(args: &Args, kernels: Option<Kernels>, report: &mut Report) -> Result<A
     let tokenizer = files.as_mut().map(VocabularyFiles::load).transpose()?.map_or(0, |v| v.bytes());
     let context = args.planned.context.max(1);
     let plan = opened.plan(Wanted { context, prompt: 16, tokenizer, ..Wanted::default() });
-    let lens: Vec<u64> = opened.checkpoint.index().shards().iter().map(|s| s.len).collect();
     let expert = usize::try_from(inventory.expert_bytes).unwrap_or(EXPERT);
-    let speed = match measure(args, &opened.checkpoint.files(), &lens, opened.disk(), expert, opened.stop()) {
+    let mut speed = match measure(args, budget, opened.disk(), expert, |case| bench::read(&opened, case, MEASURE)) {
         Ok(speed) => speed,
         Err(_) if signals::stopped() => {
-            return Ok(Advice { command: String::new(), prediction: None, code: signals::code() });
+            return Ok(Advice { command: String::new(), seconds: None, why: None, code: signals::code() });
         }
         Err(failure) => return Err(failure),
     };
+    speed.pack = opened.checkpoint.pack().map(|pack| pack.path().to_owned());
     let pack = inventory.model().bytes - inventory.class(Class::Routed).bytes - inventory.embedding.bytes;
     tell_disk(&dir, &speed, Some(pack), report);
     match plan {
@@ -381,7 +415,7 @@ fn model(args: &Args, kernels: Option<Kernels>, report: &mut Report) -> Result<A
             report.group("too little memory");
             report.text.push_str(&format!("  {}\n", failure.message.replace('\n', "\n  ")));
             let command = format!("{} plan {} --memory SIZE --context {context}", program(), quoted(&dir));
-            Ok(Advice { command, prediction: None, code: BUDGET })
+            Ok(Advice { command, seconds: None, why: None, code: BUDGET })
         }
         Err(failure) => Err(failure),
     }
@@ -428,7 +462,8 @@ fn run(
     let (Some(sequential), Some(experts), Some(Kernels { bf16, mxfp4 })) =
         (speed.at(Pattern::Sequential), speed.at(Pattern::Random), kernels)
     else {
-        return Advice { command, prediction: None, code: 0 };
+        let why = "not foretold, for not all of this machine could be measured in so little memory".to_owned();
+        return Advice { command, seconds: None, why: Some(why), code: 0 };
     };
     let expected = expect(&opened.checkpoint, plan, &Rates { sequential, experts, bf16, mxfp4 });
     let (disk, arithmetic) = (expected.disk_at_most, expected.compute);
@@ -448,15 +483,15 @@ fn run(
     if holes {
         why.push_str("; but there are holes in the shards, and holes are read faster than data");
     }
-    Advice { command, prediction: Some((expected.per_token().1, why)), code: 0 }
+    Advice { command, seconds: Some(expected.per_token().1), why: Some(why), code: 0 }
 }
 
 /// What there is to say without a model: the disk here, and the demo.
-fn no_model(args: &Args, report: &mut Report) -> Result<Advice, Failure> {
+fn no_model(args: &Args, budget: u64, report: &mut Report) -> Result<Advice, Failure> {
     let here = std::env::current_dir().unwrap_or_else(|_| PathBuf::from("."));
     let stop = signals::watch()?;
     let mode = if args.common.io == crate::args::Io::Direct { Mode::Direct } else { Mode::Buffered };
-    match sample(args, &here, mode, &stop) {
+    match sample(args, budget, &here, mode, &stop) {
         Ok(speed) => tell_disk(&here, &speed, None, report),
         Err(why) => {
             report.group("disk");
@@ -476,16 +511,21 @@ fn no_model(args: &Args, report: &mut Report) -> Result<Advice, Failure> {
     } else {
         format!("{} help run", program())
     };
-    let why = "a model of 7 MB; it shows that everything works".to_owned();
-    Ok(Advice { command, prediction: demo.then_some((0.01, why)), code: 0 })
+    // What a token of so small a model takes is neither weights nor reads, and that was not measured.
+    let why = "a model of 7 MB, whose speed says nothing; it shows that everything works".to_owned();
+    Ok(Advice { command, seconds: None, why: demo.then_some(why), code: 0 })
 }
 
 /// Measures the disk under a folder by a file that has no name.
-fn sample(args: &Args, dir: &Path, mode: Mode, stop: &Arc<AtomicBool>) -> Result<DiskSpeed, String> {
+fn sample(args: &Args, budget: u64, dir: &Path, mode: Mode, stop: &Arc<AtomicBool>) -> Result<DiskSpeed, String> {
+    if room(budget, DEPTHS[3]) < Scratch::PART as u64 {
+        return Err("there is too little memory for it".to_owned());
+    }
     say(args, "writing a file to measure the disk with");
     let scratch = Scratch::write(dir, SAMPLE, WRITE, stop);
     hush(args);
     let scratch = scratch.map_err(|e| e.to_string())?;
     let (files, disk) = scratch.files(mode);
-    measure(args, &files, &[scratch.len()], &disk, EXPERT, stop).map_err(|failure| failure.message)
+    let read = |case| disk::measure(&files, &[scratch.len()], case, MEASURE, stop);
+    measure(args, budget, &disk, EXPERT, read).map_err(|failure| failure.message)
 }

@@ -17,6 +17,7 @@
 //! weight is a function of the seed, its tensor and its place in it, so it does not matter which
 //! other layers are filled, or by how many threads.
 
+use crate::io::free_space;
 use k3_core::checkpoint::{self, Dtype, GlobalTensor, LayerTensor, Tensor, expert_tensors, layer_tensors};
 use k3_core::config::{ConfigError, ModelConfig, RELEASED_JSON};
 use k3_core::tokenizer::{BLOCK, Control};
@@ -257,8 +258,7 @@ fn prepare(dir: &Path, synth: &Synth<'_>, config: &ModelConfig) -> Result<(), Sy
         needed += if synth.fill.covers(tensor) { tensor.spec(config).bytes() } else { 0 };
     }
     needed += (tensors + config.vocab_size as u64) * TEXT_PER_TENSOR;
-    let free = rustix::fs::statvfs(dir).map_err(|e| at(dir)(e.into()))?;
-    let free = free.f_bavail.saturating_mul(free.f_frsize);
+    let free = free_space(dir).map_err(at(dir))?;
     if needed > free {
         return Err(SynthError::Space { path: dir.to_owned(), needed, free });
     }

@@ -178,6 +178,68 @@ fn a_budget_beyond_a_limit_is_refused_before_the_first_read() {
     assert_eq!(code(&output), 0, "{}", text(&output.stderr));
 }
 
+/// What measures and checks keeps within its budget as a run does, and says what there was no memory for.
+#[test]
+fn commands_without_an_engine_keep_within_their_budgets() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let within = |args: &[&str], budget: u64| {
+        let mut command = k3();
+        command.args(args).args(["--json", "--memory", &budget.to_string()]).current_dir(folder.path());
+        let output = command.env("XDG_CACHE_HOME", folder.path()).output().expect("k3");
+        assert_eq!(code(&output), 0, "{args:?} {budget}: {}", text(&output.stderr));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(object["memory"]["budget_bytes"], budget);
+        let peak = object["memory"]["peak_rss_bytes"].as_u64().expect("a peak");
+        assert!(peak <= budget, "{args:?}: peak {peak} of {budget}");
+        object
+    };
+    // A build with debug assertions is larger before it does anything.
+    let bench = ["bench", "--seconds", "1", "--threads", "2", "--backend", "scalar"];
+    let (small, large) = (within(&bench, 40_000_000), within(&bench, 150_000_000));
+    assert!(small["kernels"]["bf16_gb_s"].is_null() && small["kernels"]["skipped"].is_string(), "{small}");
+    assert!(large["kernels"]["bf16_gb_s"].is_number() && large["kernels"]["skipped"].is_null(), "{large}");
+    if large["disk"]["skipped"].is_null() {
+        // Eight experts of the release do not fit into either, nor sixteen.
+        for (object, most) in [(&small, 2), (&large, 8)] {
+            let cases = object["disk"]["cases"].as_array().expect("cases");
+            let depth = cases[1]["in_flight"].as_u64().expect("a depth");
+            assert!(depth < most && cases[2]["gb_s"].is_null(), "{object}");
+            assert!(cases[0]["gb_s"].is_number() && cases[0]["in_flight"] == 8, "{object}");
+        }
+    }
+    let (small, large) = (within(&["doctor"], 40_000_000), within(&["doctor"], 150_000_000));
+    assert!(small["machine"]["bf16_bytes_per_second"].is_null(), "{small}");
+    assert!(large["machine"]["bf16_bytes_per_second"].is_number(), "{large}");
+    if let Some(reads) = large["disk"]["reads"].as_array() {
+        let deep = |order: &str| reads.iter().filter(|r| r["order"] == order).count();
+        assert!(deep("sequential") == 3 && (1..=2).contains(&deep("experts")), "{large}");
+    }
+    // Eight threads would take 134 MB.
+    let (mut sums, big) = (String::new(), folder.path().join("model"));
+    k3_tests::copy_dir(&root().join("fixtures/tiny"), &big);
+    for i in 0..8 {
+        let name = format!("other-{i}.bin");
+        std::fs::File::create(big.join(&name)).and_then(|f| f.set_len(20 << 20)).expect("a file");
+    }
+    for entry in std::fs::read_dir(&big).expect("read_dir").map(|e| e.expect("an entry")).filter(|e| e.path().is_file())
+    {
+        let sha = k3_platform::digest::of(&std::fs::read(entry.path()).expect("read"));
+        sums += &format!("{}  {}\n", k3_platform::digest::hex(&sha), entry.file_name().to_string_lossy());
+    }
+    let list = folder.path().join("sums");
+    std::fs::write(&list, sums).expect("write");
+    let (list, big) = (list.to_str().expect("a path"), big.to_str().expect("a path"));
+    let args = ["verify", "--threads", "8", "--hash", list, big];
+    for budget in [45_000_000, 80_000_000] {
+        let found = within(&args, budget);
+        assert!(found["checks"]["hash"]["good"].as_u64() >= Some(20), "{found}");
+    }
+    // Refused before anything is read, with the least that would do.
+    let output = k3().args(args).args(["--memory", "5M"]).env("XDG_CACHE_HOME", folder.path()).output().expect("k3");
+    let least = floor(&output);
+    within(&args, least + 1_000_000);
+}
+
 /// A trace is read whole, and what is no trace may never end.
 #[test]
 fn a_trace_without_end_is_refused() {

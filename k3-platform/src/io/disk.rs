@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -140,8 +141,19 @@ impl File {
 /// # Errors
 /// The system's.
 pub fn free_space(dir: &Path) -> io::Result<u64> {
-    let fs = rustix::fs::statvfs(dir)?;
-    Ok(fs.f_bavail.saturating_mul(fs.f_frsize))
+    Ok(free(&rustix::fs::statvfs(dir)?))
+}
+
+/// The same of the file system that an open file is on.
+///
+/// # Errors
+/// The system's.
+pub fn free_space_of(file: impl AsFd) -> io::Result<u64> {
+    Ok(free(&rustix::fs::fstatvfs(file)?))
+}
+
+const fn free(fs: &rustix::fs::StatVfs) -> u64 {
+    fs.f_bavail.saturating_mul(fs.f_frsize)
 }
 
 /// `Ok` if the error is how a file system says that it has no direct reads; else the error.

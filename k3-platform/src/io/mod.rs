@@ -28,7 +28,7 @@ use std::sync::Arc;
 use crate::aligned::{self, AlignedBuf};
 
 pub use detour::{Detour, Detoured};
-pub use disk::{Disk, File, Mode, free_space};
+pub use disk::{Disk, File, Mode, free_space, free_space_of};
 pub use faulty::{Faults, Faulty};
 pub use patient::{GaveUp, Patient};
 pub use pool::{Check, Done, Extent, Job, Priority, ReadPool};

@@ -23,6 +23,7 @@ use crate::aligned::AlignedBuf;
 use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::fetch::{Fetch, Priority};
+use crate::io::free_space_of;
 use crate::segment::{Form, Piece, Place, Segment, Source, block};
 use k3_core::coded::{CodedMatrix, coded_len, encode};
 use rustix::fs::{FlockOperation, RenameFlags};
@@ -620,9 +621,7 @@ fn space(out: &Path, part: &Part, sources: &[Source], planned: &[Planned], coded
     };
     let needed = planned.iter().skip(part.written.len()).map(bytes).sum::<u64>() + planned.len() as u64 * 64;
     // A file system that does not say is found out later.
-    let Ok(free) = rustix::fs::fstatvfs(&part.file).map(|s| s.f_bavail.saturating_mul(s.f_frsize)) else {
-        return Ok(());
-    };
+    let Ok(free) = free_space_of(&part.file) else { return Ok(()) };
     if needed <= free {
         return Ok(());
     }
