@@ -804,8 +804,10 @@ only. All faults are listed; a file that is bad whatever the others are comes wi
 array of files with \"path\", \"size\" and \"lfs\", or a model with \"siblings\"). Files that a listing has
 no SHA-256 for are held against their sizes. What was digested is recorded in k3/ in $XDG_CACHE_HOME or
 ~/.cache as long as something is left to do, so a check that was stopped goes on where it was. A listing must
-say something of every file that a run reads. With less --memory fewer files are digested at a time; the least is
-what the index took.
+say something of every file that a run reads.
+
+With less --memory, --hash and --scales read less at a time. Reading the index takes some 25 MB for the release,
+whatever --memory says; a check that has no room beside it is refused.
 
 --logits compares after each of --ids; a file of fewer rows is that of the last ids. --layers compares the
 running sum that leaves each layer: DIR has a file for each layer, such as layer-007.npy, [ids, hidden];

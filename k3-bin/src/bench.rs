@@ -414,3 +414,23 @@ fn text(
     text.pop();
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::start::READERS;
+
+    /// Other ways may be faster, or slower, and the engine does not read so.
+    #[test]
+    fn what_is_foretold_rests_on_the_engines_own_reads() {
+        let figure = |i: u64, case: disk::Case| (case, Some(disk::Figure { case, bytes: 1000 + i, seconds: 1.0 }));
+        let figures: Vec<_> = (0..).zip(CASES).map(|(i, case)| figure(i, case)).collect();
+        let mut disk = Disk { source: String::new(), pack: None, direct: true, room: 0, figures };
+        assert_eq!((disk.sequential(), disk.experts()), (Some(1000.0), Some(1001.0)));
+        for (case, pattern) in CASES.iter().zip([disk::Pattern::Sequential, disk::Pattern::Random]) {
+            assert_eq!((case.pattern, case.depth), (pattern, READERS));
+        }
+        disk.figures[1].1 = None;
+        assert_eq!((disk.sequential(), disk.experts()), (Some(1000.0), None));
+    }
+}

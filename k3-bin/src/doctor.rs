@@ -5,7 +5,7 @@ use crate::bench::{self, weights_within};
 use crate::fail::{BUDGET, Failure};
 use crate::report;
 use crate::signals;
-use crate::start::{Opened, Options, Wanted, room};
+use crate::start::{Opened, Options, READERS, Wanted, room};
 use crate::text;
 use crate::verify::{fetch, quoted, worst};
 use clap::CommandFactory as _;
@@ -35,9 +35,8 @@ use std::time::Duration;
 /// How long each speed is measured.
 const MEASURE: Duration = Duration::from_millis(300);
 
-/// Reads in flight that are measured; the engine has eight.
-const DEPTHS: [usize; 4] = [1, 4, 8, 16];
-const ENGINE_DEPTH: usize = 8;
+/// Reads in flight that are measured; the engine has [`READERS`].
+const DEPTHS: [usize; 4] = [1, 4, READERS, 16];
 
 /// Bytes of a sequential read: a slot of the ring.
 const SEGMENT: usize = 16 << 20;
@@ -63,7 +62,7 @@ struct DiskSpeed {
 impl DiskSpeed {
     /// As the engine reads, or with as many reads in flight as memory is enough for.
     fn at(&self, pattern: Pattern) -> Option<f64> {
-        let these = self.figures.iter().filter(|f| f.case.pattern == pattern && f.case.depth <= ENGINE_DEPTH);
+        let these = self.figures.iter().filter(|f| f.case.pattern == pattern && f.case.depth <= READERS);
         these.max_by_key(|f| f.case.depth).map(Figure::rate)
     }
 }
@@ -233,7 +232,7 @@ fn measure(
     let mut figures = Vec::new();
     for (pattern, block) in [(Pattern::Sequential, SEGMENT), (Pattern::Random, expert)] {
         // Pieces of one size for all depths, which the engine would read with so much memory.
-        let Some(engine) = (Case { pattern, block, depth: ENGINE_DEPTH }).within(room) else { continue };
+        let Some(engine) = (Case { pattern, block, depth: READERS }).within(room) else { continue };
         for case in DEPTHS.map(|depth| Case { depth, ..engine }) {
             if case.memory() > room {
                 continue;
@@ -528,4 +527,25 @@ fn sample(args: &Args, budget: u64, dir: &Path, mode: Mode, stop: &Arc<AtomicBoo
     let (files, disk) = scratch.files(mode);
     let read = |case| disk::measure(&files, &[scratch.len()], case, MEASURE, stop);
     measure(args, budget, &disk, EXPERT, read).map_err(|failure| failure.message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_foretold_rests_on_the_engines_own_reads() {
+        let figure = |pattern, depth: usize| {
+            let case = Case { pattern, block: 1, depth };
+            Figure { case, bytes: depth as u64, seconds: 1.0 }
+        };
+        let speed = |depths: &[usize]| {
+            let figures = depths.iter().map(|&depth| figure(Pattern::Random, depth)).collect();
+            DiskSpeed { figures, direct: true, pack: None }
+        };
+        assert_eq!(speed(&DEPTHS).at(Pattern::Random), Some(8.0));
+        // In little memory the engine has fewer in flight, too.
+        assert_eq!(speed(&[1, 4]).at(Pattern::Random), Some(4.0));
+        assert_eq!(speed(&DEPTHS).at(Pattern::Sequential), None);
+    }
 }

@@ -27,7 +27,7 @@ use std::time::Duration;
 const RESERVE: u64 = 512_000_000;
 
 /// Threads that read, and so reads in flight.
-const READERS: usize = 8;
+pub(crate) const READERS: usize = 8;
 
 /// Options that have been understood. Made before anything slow, so that what is wrong with them is
 /// said at once.
@@ -198,6 +198,11 @@ impl Opened<'_> {
     /// Whether this is the demo that is part of the program.
     pub(crate) const fn is_demo(&self) -> bool {
         self.demo.is_some()
+    }
+
+    /// Memory that may be used (bytes).
+    pub(crate) const fn budget(&self) -> u64 {
+        self.options.budget
     }
 
     /// What its files are read from.

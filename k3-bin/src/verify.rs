@@ -116,9 +116,10 @@ impl Findings {
 
 /// Of several exit codes the one that is told: damage before what could not be read, and that before checks
 /// that failed.
-pub(crate) fn worst(codes: impl Iterator<Item = u8> + Clone) -> u8 {
+pub(crate) fn worst(codes: impl Iterator<Item = u8>) -> u8 {
     let order = [DAMAGED, USAGE, IO, BUDGET, FAILED];
-    order.into_iter().find(|&code| codes.clone().any(|c| c == code)).unwrap_or(0)
+    let place = |code: &u8| order.iter().position(|c| c == code).unwrap_or(order.len());
+    codes.min_by_key(place).unwrap_or(0)
 }
 
 /// Runs the command. The answer is the exit code of what is not a failure.
@@ -135,12 +136,13 @@ pub(crate) fn verify(args: &Args) -> Result<u8, Failure> {
     let mut progress = Progress::new(!args.common.quiet, 0);
     let mut findings =
         Findings { repository: listing.as_ref().and_then(|l| l.repository.clone()), ..Findings::default() };
-    let survey = Survey::of(&located.dir, &*source);
+    let mut survey = Survey::of(&located.dir, &*source);
     // What was not waited for is no fault of the files.
     if signals::stopped() {
         return Ok(signals::code());
     }
     structure(&located.dir, &survey, &mut findings);
+    let bytes = survey.index.as_ref().map(|i| i.shards().iter().map(|s| s.len).sum());
     let dir = located.dir.clone();
     if let Some(listing) = &listing {
         match hash(args, listing, &located, &*source, &survey, &mut findings, &mut progress) {
@@ -156,6 +158,8 @@ pub(crate) fn verify(args: &Args) -> Result<u8, Failure> {
                 .notes
                 .push("scales and outputs were not looked at: not all of the checkpoint can be read".to_owned());
         } else {
+            // A second index takes its place.
+            drop(survey.index.take());
             let opened = located.open()?;
             if args.scales && !scan(&opened, &mut findings, &mut progress)? {
                 return Ok(signals::code());
@@ -166,7 +170,7 @@ pub(crate) fn verify(args: &Args) -> Result<u8, Failure> {
         }
     }
     drop(progress);
-    print(args, &dir, budget, &survey, &findings)?;
+    print(args, &dir, bytes, budget, &findings)?;
     Ok(findings.code())
 }
 
@@ -302,7 +306,7 @@ fn hash(
         .with_patience(located.patience());
     let threads = args.common.threads.map_or_else(default_threads, usize::from);
     let threads = threads.min(todo.len().max(1));
-    let memory = memory_for(located.budget(), threads).map_err(Stop::Failure)?;
+    let memory = memory_for(located.budget(), threads + digest::DEPTH, digest::LEAST_MEMORY).map_err(Stop::Failure)?;
     let result = digest::sha256(&files, threads, memory, &located.stop, |event| match event {
         Event::Bytes(so_far) => progress.show(|running| {
             let pace = report::pace(so_far, bytes.saturating_sub(so_far), running);
@@ -371,18 +375,17 @@ fn mismatch(found: &Sha, expected: &Sha) -> String {
     format!("its SHA-256 is {}, the listing says {}", digest::hex(found), digest::hex(expected))
 }
 
-/// Memory for the buffers of `threads` that digest, or why the budget leaves none.
-fn memory_for(budget: u64, threads: usize) -> Result<u64, Failure> {
-    let threads = threads + digest::DEPTH;
+/// Memory for the buffers of a check on so many threads that needs `least`, or why the budget leaves none.
+fn memory_for(budget: u64, threads: usize, least: u64) -> Result<u64, Failure> {
     // The index has been read, and what that took was not asked of the budget.
-    let least = peak_rss().unwrap_or(0).max(held(threads) + digest::LEAST_MEMORY);
+    let least = peak_rss().unwrap_or(0).max(held(threads) + least);
     if budget >= least {
         return Ok(room(budget, threads));
     }
     let (budget, round) = (human(budget), human(least));
     Err(Failure {
         code: BUDGET,
-        message: format!("a budget of {budget} has no room for digests: the least is {round} ({least} bytes)"),
+        message: format!("a budget of {budget} has no room for this check: the least is {round} ({least} bytes)"),
         hint: Some("give more with --memory".to_owned()),
     })
 }
@@ -407,7 +410,10 @@ fn open_record(args: &Args, dir: &Path, findings: &mut Findings) -> Option<Recor
 /// Looks at all scales; false if a signal came.
 fn scan(opened: &Opened<'_>, findings: &mut Findings, progress: &mut Progress) -> Result<bool, Failure> {
     progress.begin("scales".to_owned());
-    let damaged = scales::scan(&opened.checkpoint, opened.stop(), |done, of| {
+    // A scale for each group of 32 codes of half a byte, and what the blocks of a disk add to it.
+    let least = k3_core::checkpoint::expert_bytes(opened.checkpoint.config()) / 16 + (64 << 10);
+    let memory = memory_for(opened.budget(), scales::DEPTH, least)?;
+    let damaged = scales::scan(&opened.checkpoint, memory, opened.stop(), |done, of| {
         progress.show(|_| format!("expert {done} of {of}"));
     });
     progress.clear();
@@ -743,7 +749,7 @@ pub(crate) fn fetch(dir: &Path, path: &Path, repository: Option<&str>) -> Option
     Some(format!("rm -f -- {} && hf download {repository} {} --local-dir {}", quoted(path), quoted(name), quoted(dir)))
 }
 
-fn print(args: &Args, dir: &Path, budget: u64, survey: &Survey, findings: &Findings) -> Result<(), Failure> {
+fn print(args: &Args, dir: &Path, bytes: Option<u64>, budget: u64, findings: &Findings) -> Result<(), Failure> {
     let again = |fault: &Fault| match fault.mend {
         Mend::Fetch => fetch(dir, &fault.path, findings.repository.as_deref()),
         Mend::Say(_) => None,
@@ -753,10 +759,9 @@ fn print(args: &Args, dir: &Path, budget: u64, survey: &Survey, findings: &Findi
             .faults
             .iter()
             .map(|f| json!({"file": f.path.display().to_string(), "fault": f.what, "fetch": again(f)}));
-        let sizes = survey.index.as_ref().map(|i| i.shards().iter().map(|s| s.len).sum::<u64>());
         return report::print_json(&json!({
             "model": dir.display().to_string(),
-            "bytes": sizes,
+            "bytes": bytes,
             "checks": findings.json,
             "faults": faults.collect::<Vec<_>>(),
             "notes": findings.notes,

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::channel;
 
-/// Reads in flight.
-const DEPTH: usize = 16;
+/// Reads in flight at most, and so threads that read.
+pub const DEPTH: usize = 16;
 
 /// The scale byte that is NaN.
 const NAN: u8 = 255;
@@ -46,13 +46,14 @@ pub struct Damaged {
     pub place: Place,
 }
 
-/// Looks at the scales of all experts, in the order of the layers. `progress` is told how many experts
-/// are done, and of how many.
+/// Looks at the scales of all experts, in the order of the layers, with buffers of `memory` bytes or of one
+/// expert's scales. `progress` is told how many experts are done, and of how many.
 ///
 /// # Errors
 /// Those of the reads; [`Error::Stopped`] once the flag is set.
 pub fn scan(
     checkpoint: &Checkpoint,
+    memory: u64,
     stop: &Arc<AtomicBool>,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Vec<Damaged>, Error> {
@@ -74,15 +75,17 @@ pub fn scan(
     let mut flying: HashMap<u64, (Name, Segment)> = HashMap::new();
     let (mut number, mut done, mut found) = (0, 0, Vec::new());
     let mut free: Vec<AlignedBuf> = Vec::new();
+    let mut most = DEPTH;
     loop {
-        while flying.len() < DEPTH
+        while flying.len() < most
             && let Some(name) = names.next()
         {
             let segment = scales(name);
+            // All experts are of one size.
+            most = most_within(memory, buffer_for(&segment));
             let buffer = match free.pop().filter(|b| b.len() >= segment.bytes) {
                 Some(buffer) => buffer,
-                // Where an expert lies against the blocks changes what its reads need, a little.
-                None => AlignedBuf::zeroed(segment.bytes + 8 * block())?,
+                None => AlignedBuf::zeroed(buffer_for(&segment))?,
             };
             fetch.submit(&segment.reads, buffer, number, Priority::Prefetch, &sender);
             flying.insert(number, (name, segment));
@@ -110,6 +113,17 @@ pub fn scan(
     Ok(found)
 }
 
+/// Bytes of buffer for the scales of an expert: where it lies against the blocks of the disk changes what its
+/// reads need, a little.
+const fn buffer_for(segment: &Segment) -> usize {
+    segment.bytes + 8 * block()
+}
+
+/// Buffers of a size that memory is enough for, at least one.
+fn most_within(memory: u64, each: usize) -> usize {
+    usize::try_from(memory / (each as u64).max(1)).unwrap_or(DEPTH).clamp(1, DEPTH)
+}
+
 /// What is wrong with the scales of a matrix, and the first byte of it.
 fn damage(scales: &[u8]) -> Option<(Damage, usize)> {
     if let Some(first) = scales.iter().position(|&s| s == NAN) {
@@ -122,6 +136,12 @@ fn damage(scales: &[u8]) -> Option<(Damage, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn buffers_keep_within_their_memory() {
+        let most = [0, 999, 2_999, 16_000, u64::MAX].map(|memory| most_within(memory, 1000));
+        assert_eq!(most, [1, 1, 2, 16, 16]);
+    }
 
     #[test]
     fn damage_is_what_no_checkpoint_has() {
