@@ -288,10 +288,15 @@ fn a_session_gives_up_on_a_disk_that_does_not_answer() {
 #[test]
 fn a_run_that_is_stopped_and_continued_is_none_of_the_disks_faults() {
     let expected = undisturbed();
-    // A disk so slow that a read is always waited for.
-    let mut command = run(&tiny());
-    command.args(["--quiet", "--io-timeout", "1", "--disk-limit", "0.0003"]);
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+    // A disk so slow that a read is always waited for, and so little memory that all of them are short.
+    let run = |memory: &str| {
+        let mut command = k3();
+        command.args(IDS.map(|arg| if arg == "64M" { memory } else { arg })).args(["4", "--quiet"]).arg(tiny());
+        command.args(["--io-timeout", "1", "--disk-limit", "0.002"]);
+        command
+    };
+    let least = super::limits::floor(&run("1M").output().expect("k3")).to_string();
+    let mut child = run(&least).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
     let mut stops = 0;
     std::thread::sleep(Duration::from_millis(400));
     while child.try_wait().expect("wait").is_none() {
