@@ -6,7 +6,7 @@ use crate::lines::{self, Defaults, Given, Line, Unlike, Written};
 use crate::output;
 use crate::report::{self, Progress};
 use crate::sampling::{Chosen, Picker};
-use crate::start::{Options, Started, Wanted};
+use crate::start::{Options, Started, TEXT_BYTES, Wanted};
 use crate::text::{self, Stops};
 use k3_core::model::Observer;
 use k3_core::ops::sample::Candidate;
@@ -22,15 +22,26 @@ use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
-/// A line whose prompt is ids.
+/// What is known of a line besides its prompt, which is the engine's.
 struct Job {
     /// The line's number in the file.
     line: usize,
     id: Value,
-    prompt: Prompt,
-    chosen: Chosen,
+    /// Ids of the prompt.
+    prompt: usize,
+    max_tokens: usize,
+    /// Lines without options of their own share it.
+    chosen: Arc<Chosen>,
+}
+
+impl Job {
+    /// Tokens of the text that have room in a context.
+    fn tokens(&self, context: usize) -> usize {
+        self.max_tokens.min(context.saturating_sub(self.prompt).saturating_add(1))
+    }
 }
 
 /// Runs the command. The answer is the exit code of what is not a failure.
@@ -43,36 +54,46 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
         args.common.model.as_deref(),
     )?;
     let bytes = text::read(&args.input, "--input", options.budget())?;
+    lines::check_number(&args.input, &bytes, options.budget())?;
     let Args { max_tokens, ref sampling, logprobs, .. } = *args;
     let lines = lines::read(&args.input, &bytes, &Defaults { max_tokens, sampling: sampling.clone(), logprobs })?;
     let opened = options.open()?;
     let texts = lines.iter().any(|l| matches!(l.prompt, Given::Text(_)));
     let mut files = text::vocabulary(&opened.checkpoint, texts)?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
-    let jobs = jobs(args, lines, vocabulary.as_ref(), &opened.checkpoint)?;
     let header = header(args, &bytes, &opened.checkpoint);
+    // What was taken apart leaves gaps, which the allocator keeps.
+    let gaps = if texts { bytes.len() as u64 } else { 0 };
     drop(bytes);
-    let (mut out, done) = Results::open(&args.output, &header, &jobs)?;
+    let (mut todo, mut left) = jobs(args, lines, vocabulary.as_ref(), &opened.checkpoint)?;
+    let held = gaps.saturating_add(held(&todo));
+    let (mut out, done) = Results::open(&args.output, &header, &todo)?;
     let before = done.iter().filter(|done| **done).count();
-    let todo: Vec<Job> = jobs.into_iter().zip(&done).filter(|(_, done)| !**done).map(|(job, _)| job).collect();
-    let left: Vec<Prompt> = todo.iter().map(|job| job.prompt.clone()).collect();
+    let remains = || {
+        let mut done = done.iter();
+        move || done.next().is_some_and(|done| !done)
+    };
+    let (mut job_remains, mut prompt_remains) = (remains(), remains());
+    todo.retain(|_| job_remains());
+    left.retain(|_| prompt_remains());
 
-    let needed = |p: &Prompt| p.ids.len() + p.max_tokens.saturating_sub(1);
-    let context = args.context.unwrap_or_else(|| left.iter().map(needed).max().unwrap_or(1));
+    // The last token generated is written and never read.
+    let needed = |job: &Job| job.prompt.saturating_add(job.max_tokens.saturating_sub(1));
+    let context = args.context.unwrap_or_else(|| todo.iter().map(needed).max().unwrap_or(1));
     let vocab = opened.checkpoint.config().vocab_size;
     let candidates = todo.iter().map(|job| job.chosen.candidates(vocab)).max().unwrap_or(0);
     // Of texts that run at the same time each remembers its own; one at a time becomes JSON.
-    let told: Vec<_> = todo.iter().map(|job| job.chosen.told(job.prompt.max_tokens.min(context))).collect();
+    let told: Vec<_> = todo.iter().map(|job| told(job, context)).collect();
     let mut remembered: Vec<u64> = told.iter().map(|told| told.0).collect();
     remembered.sort_unstable_by(|a, b| b.cmp(a));
     let json = told.iter().map(|told| told.1).max().unwrap_or(0);
     let sequences = left.len().min(args.in_flight.map_or(usize::MAX, std::num::NonZeroUsize::get)).max(1);
     let mut run = opened.start(Wanted {
         context,
-        prompt: left.iter().map(|p| p.ids.len()).sum::<usize>().max(1),
+        prompt: todo.iter().map(|job| job.prompt).sum::<usize>().max(1),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
         sequences,
-        beside: ((candidates * size_of::<Candidate>()) as u64).saturating_add(json),
+        beside: ((candidates * size_of::<Candidate>()) as u64).saturating_add(json).saturating_add(held),
         beside_each: std::array::from_fn(|i| remembered.get(i).copied().unwrap_or(0)),
         ..Wanted::default()
     })?;
@@ -92,7 +113,7 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     let stops = |number: usize, id| {
         todo.get(number).is_some_and(|job| job.chosen.stops_at(id)) || !args.ignore_eos && text::stops(id, &config)
     };
-    let outcome = batch::run(&mut run.engine, &left, &batch::Wanted { context, stops: &stops }, &mut watch)?;
+    let outcome = batch::run(&mut run.engine, left, &batch::Wanted { context, stops: &stops }, &mut watch)?;
     watch.progress.clear();
     let failed = watch.failed;
     let total = started.elapsed();
@@ -156,19 +177,42 @@ fn end(outcome: &Outcome, before: usize, run: &Started) {
     report::resources(&run.engine.stats(), run.engine.plan());
 }
 
-/// The lines with their prompts as ids. Refuses what no pass could run.
+/// Bytes that all lines take until the end, and their prompts until their turn.
+fn held(jobs: &[Job]) -> u64 {
+    let mut last = None;
+    jobs.iter().fold(0u64, |sum, job| {
+        // Those that share options lie anywhere; whoever counts them twice plans a little more.
+        let own = last.replace(Arc::as_ptr(&job.chosen)) != Some(Arc::as_ptr(&job.chosen));
+        let options = if own { lines::OPTIONS_BYTES.saturating_add(job.chosen.held()) } else { 0 };
+        let ids = size_of::<TokenId>() as u64 * job.prompt as u64;
+        sum.saturating_add(lines::LINE_BYTES).saturating_add(ids).saturating_add(options)
+    })
+}
+
+/// Bytes that a text holds while it is written, and those of its log-probabilities' JSON when it is.
+fn told(job: &Job, context: usize) -> (u64, u64) {
+    let tokens = job.tokens(context);
+    let (remembered, json) = job.chosen.told(tokens);
+    // A list that grows may be there twice.
+    let text = TEXT_BYTES.saturating_mul(tokens as u64);
+    let again = 2 * size_of::<TokenId>() as u64 * job.prompt as u64;
+    (remembered.saturating_add(text).saturating_add(again), json)
+}
+
+/// The lines, and their prompts as ids. Refuses what no pass could run.
 fn jobs(
     args: &Args,
     lines: Vec<Line>,
     vocabulary: Option<&Vocabulary<'_>>,
     checkpoint: &Checkpoint,
-) -> Result<Vec<Job>, Failure> {
+) -> Result<(Vec<Job>, Vec<Prompt>), Failure> {
     let vocab = checkpoint.config().vocab_size;
     // What is wrong with the command's own options is no line's fault.
-    Chosen::new(&args.sampling, args.logprobs, vocab, vocabulary.is_some())?;
-    let (mut jobs, mut faults) = (Vec::new(), Vec::new());
+    let shared = Arc::new(Chosen::new(&args.sampling, args.logprobs, vocab, vocabulary.is_some())?);
+    let (mut jobs, mut prompts) = (Vec::with_capacity(lines.len()), Vec::with_capacity(lines.len()));
+    let mut faults = Vec::new();
     for Line { number, id, prompt, max_tokens, sampling, logprobs } in lines {
-        let ids = match (prompt, vocabulary) {
+        let mut ids = match (prompt, vocabulary) {
             (Given::Ids(ids), _) => ids,
             (Given::Text(text), Some(vocabulary)) => vocabulary.encode(text.as_bytes(), args.parse_special)?,
             (Given::Text(_), None) => Vec::new(),
@@ -181,14 +225,22 @@ fn jobs(
             let tokens = ids.len();
             faults.push(format!("line {number}: the prompt has {tokens} tokens, --context holds {context}"));
         }
-        match Chosen::new(&sampling, logprobs, vocab, vocabulary.is_some()) {
-            Ok(chosen) => jobs.push(Job { line: number, id, prompt: Prompt { ids, max_tokens }, chosen }),
+        ids.shrink_to_fit();
+        let chosen = if sampling.is_none() && logprobs == args.logprobs {
+            Ok(Arc::clone(&shared))
+        } else {
+            let sampling = sampling.as_deref().unwrap_or(&args.sampling);
+            Chosen::new(sampling, logprobs, vocab, vocabulary.is_some()).map(Arc::new)
+        };
+        match chosen {
+            Ok(chosen) => jobs.push(Job { line: number, id, prompt: ids.len(), max_tokens, chosen }),
             // The names of options are those of the fields.
             Err(failure) => faults.push(format!("line {number}: {}", failure.message.replace("--", ""))),
         }
+        prompts.push(Prompt { ids, max_tokens });
     }
     lines::refuse(&args.input, &faults)?;
-    Ok(jobs)
+    Ok((jobs, prompts))
 }
 
 /// FNV-1a, 64 bits: against mistakes, not against malice.
@@ -358,7 +410,7 @@ impl Listener for Watch<'_> {
             "stopped_by": {"id": text.stop.map(|id| id.0), "text": stops.found().map(String::from_utf8_lossy)},
         });
         if picker.tells() {
-            line["logprobs"] = picker.json(job.prompt.ids.len(), text.ids, self.vocabulary.as_ref());
+            line["logprobs"] = picker.json(job.prompt, text.ids, self.vocabulary.as_ref());
         }
         self.out.append(&line)
     }

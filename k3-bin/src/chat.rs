@@ -662,7 +662,7 @@ pub(crate) fn chat(args: &Chat) -> Result<u8, Failure> {
         prompt: if single { rendered } else { context },
         all_logits: false,
         tokenizer: vocabulary.bytes(),
-        beside: chosen.bytes(vocab, args.max_tokens.get()) + keep.bytes(context) + 24 * context as u64,
+        beside: chosen.bytes(vocab, args.max_tokens.get()).saturating_add(keep.bytes(context)),
         speculate: args.speculate,
         ..Wanted::default()
     })?;

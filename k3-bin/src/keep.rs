@@ -36,7 +36,7 @@ impl Keep {
 
     /// Bytes that are held for a context.
     pub(crate) fn bytes(&self, context: usize) -> u64 {
-        if self.is_some() { BUFFER_BYTES + 12 * context as u64 } else { 0 }
+        if self.is_some() { BUFFER_BYTES.saturating_add(12u64.saturating_mul(context as u64)) } else { 0 }
     }
 
     /// Brings the engine to where it can go on; without a session to the beginning. Says so unless `quiet`:

@@ -3,13 +3,24 @@
 use crate::args::{LOGPROBS_MOST, Sampling, Stop};
 use crate::fail::Failure;
 use crate::messages;
+use crate::report;
+use k3_core::json::{Event, JsonError, Parser};
 use k3_core::view::TokenId;
+use k3_platform::units::human;
 use serde_json::{Map, Value};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::Path;
 
 /// Faults of the input that are told at once; the rest is counted.
 const TOLD: usize = 8;
+
+/// Bytes that a line takes, however short it is: the line, its id as it is and as text, its prompt's ids, its place
+/// among all lines when they are looked for, and what lists and allocator add.
+pub(crate) const LINE_BYTES: u64 = 512;
+
+/// Bytes that options of its own add to a line.
+pub(crate) const OPTIONS_BYTES: u64 = 640;
 
 /// A line of the input.
 #[derive(Debug)]
@@ -22,8 +33,8 @@ pub struct Line {
     pub prompt: Given,
     /// Tokens to generate at most.
     pub max_tokens: usize,
-    /// Its own options, and those of the command where it has none.
-    pub(crate) sampling: Sampling,
+    /// Its own options, and those of the command where they say nothing; `None` if it has none.
+    pub(crate) sampling: Option<Box<Sampling>>,
     pub(crate) logprobs: Option<u16>,
 }
 
@@ -50,6 +61,19 @@ impl Defaults {
     pub fn new(max_tokens: usize) -> Self {
         Self { max_tokens, ..Self::default() }
     }
+}
+
+/// Refuses more lines than a quarter of the memory holds while they are read. Text and ids are not what this is
+/// about: of them there are no more than there are bytes.
+pub(crate) fn check_number(path: &Path, bytes: &[u8], budget: u64) -> Result<(), Failure> {
+    let lines = bytes.split(|b| *b == b'\n').filter(|line| !line.trim_ascii().is_empty()).count();
+    let needed = LINE_BYTES.saturating_mul(lines as u64);
+    if needed <= budget / 4 {
+        return Ok(());
+    }
+    let (lines, needed) = (report::count(lines, "prompt"), human(needed));
+    let message = format!("{}: {lines} take {needed}, more than a quarter of --memory", path.display());
+    Err(Failure::usage(message, "give more with --memory, or cut the file into several"))
 }
 
 /// Reads the input, line by line, and refuses it for everything that is wrong with it.
@@ -98,8 +122,10 @@ pub(crate) fn refuse(path: &Path, faults: &[String]) -> Result<(), Failure> {
 
 /// One line.
 fn line(defaults: &Defaults, number: usize, bytes: &[u8]) -> Result<Line, String> {
-    let value: Value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
     messages::one_meaning(bytes)?;
+    let (rest, ids) = take_ids(bytes).map_err(|e| e.to_string())?;
+    let value: Value = serde_json::from_slice(&rest).map_err(|e| e.to_string())?;
+    drop(rest);
     let Value::Object(mut fields) = value else { return Err("this is no object".to_owned()) };
     // As in messages: null is as good as absent.
     fields.retain(|_, value| !value.is_null());
@@ -110,7 +136,10 @@ fn line(defaults: &Defaults, number: usize, bytes: &[u8]) -> Result<Line, String
     };
     let prompt = match (fields.remove("prompt"), fields.remove("ids")) {
         (Some(Value::String(text)), None) => Given::Text(text),
-        (None, Some(Value::Array(ids))) => Given::Ids(ids.iter().map(token).collect::<Result<_, _>>()?),
+        (None, Some(Value::Array(left))) => match left.first() {
+            None => Given::Ids(ids),
+            Some(other) => return Err(no_id(other)),
+        },
         (Some(_), None) => return Err("\"prompt\" is no string".to_owned()),
         (None, Some(_)) => return Err("\"ids\" is no array".to_owned()),
         (Some(_), Some(_)) => return Err("there are both \"prompt\" and \"ids\"".to_owned()),
@@ -127,6 +156,39 @@ fn line(defaults: &Defaults, number: usize, bytes: &[u8]) -> Result<Line, String
     }
 }
 
+/// Takes the ids out of a line that is JSON: as a tree they take many times the bytes that they have as text. What
+/// is left of them in the line is the first that is none.
+fn take_ids(line: &[u8]) -> Result<(Cow<'_, [u8]>, Vec<TokenId>), JsonError> {
+    let (mut parser, mut ids) = (Parser::new(line), Vec::new());
+    while let Some(event) = parser.next()? {
+        if parser.depth() != 1 || !matches!(event, Event::Key(key) if key == "ids") {
+            continue;
+        }
+        let list = parser.raw_value()?;
+        let mut values = Parser::new(list);
+        if values.next()? != Some(Event::ArrayStart) {
+            break;
+        }
+        let mut other = &[][..];
+        while let Some(event) = values.next()?.filter(|event| *event != Event::ArrayEnd) {
+            let id = if let Event::Number(n) = event { n.as_u64() } else { None };
+            if let Some(id) = id.and_then(|id| u32::try_from(id).ok()) {
+                ids.push(TokenId(id));
+                continue;
+            }
+            let start = usize::try_from(values.token_offset()).unwrap_or(usize::MAX);
+            values.skip_to_depth(1)?;
+            other = list.get(start..values.consumed()).unwrap_or_default();
+            break;
+        }
+        ids.shrink_to_fit();
+        let (before, after) = line.split_at(parser.consumed());
+        let before = before.strip_suffix(list).unwrap_or_default();
+        return Ok((Cow::Owned([before, b"[", other, b"]", after].concat()), ids));
+    }
+    Ok((Cow::Borrowed(line), ids))
+}
+
 /// A field that is a count of at most `most`.
 fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Option<u64>, String> {
     let Some(value) = fields.remove(name) else { return Ok(None) };
@@ -135,7 +197,12 @@ fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Optio
 }
 
 /// How the ids of a line are chosen. What its fields mean together is looked at by `sampling::Chosen::new`.
-fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Sampling, String> {
+fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Option<Box<Sampling>>, String> {
+    const FIELDS: [&str; 8] =
+        ["temperature", "top_p", "top_k", "min_p", "seed", "repeat_penalty", "logit_bias", "stop"];
+    if !FIELDS.iter().any(|name| fields.contains_key(*name)) {
+        return Ok(None);
+    }
     let mut number = |name: &str| match fields.remove(name) {
         None => Ok(None),
         Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {}", shown(&value))),
@@ -167,7 +234,7 @@ fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Sampl
         Some(Value::Array(stops)) => all.stop = stops.iter().map(stop).collect::<Result<_, _>>()?,
         Some(one) => all.stop = vec![stop(&one)?],
     }
-    Ok(all)
+    Ok(Some(Box::new(all)))
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a bias is an f32, as on the command line")]
@@ -181,15 +248,19 @@ fn stop(value: &Value) -> Result<Stop, String> {
     match value {
         Value::String(text) if !text.is_empty() => Ok(Stop::Text(text.clone().into_bytes())),
         Value::Number(_) => {
-            Ok(Stop::Id(token(value).map_err(|_| format!("{} in \"stop\" is no token id", shown(value)))?.0))
+            let id = token(value).ok_or_else(|| format!("{} in \"stop\" is no token id", shown(value)));
+            Ok(Stop::Id(id?.0))
         }
         _ => Err(format!("{} in \"stop\" is neither a text nor an id", shown(value))),
     }
 }
 
-fn token(value: &Value) -> Result<TokenId, String> {
-    let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-    id.map(TokenId).ok_or_else(|| format!("{} in \"ids\" is no token id", shown(value)))
+fn token(value: &Value) -> Option<TokenId> {
+    value.as_u64().and_then(|id| u32::try_from(id).ok()).map(TokenId)
+}
+
+fn no_id(value: &Value) -> String {
+    format!("{} in \"ids\" is no token id", shown(value))
 }
 
 /// JSON for a message: without the control characters that JSON leaves as they are.

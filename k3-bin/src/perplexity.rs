@@ -30,7 +30,10 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     let opened = options.open()?;
     let mut files = text::vocabulary(&opened.checkpoint, true)?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?.ok_or(Error::Order)?;
-    let ids = vocabulary.encode(&bytes, false)?;
+    let mut ids = vocabulary.encode(&bytes, false)?;
+    ids.shrink_to_fit();
+    // The text goes; the allocator keeps its place.
+    let held = (bytes.len() as u64).saturating_add(size_of_val(&*ids) as u64);
     drop(bytes);
     // The last id is predicted and never read.
     let read = ids.len().saturating_sub(1);
@@ -42,8 +45,14 @@ pub(crate) fn perplexity(args: &Perplexity) -> Result<u8, Failure> {
     }
     let window = args.window.map_or(WINDOW, std::num::NonZeroUsize::get).min(read);
     let tokenizer = vocabulary.bytes();
-    let mut run =
-        opened.start(Wanted { context: window, prompt: window, all_logits: true, tokenizer, ..Wanted::default() })?;
+    let mut run = opened.start(Wanted {
+        context: window,
+        prompt: window,
+        all_logits: true,
+        tokenizer,
+        beside: held,
+        ..Wanted::default()
+    })?;
     let open = started.elapsed();
     let mut text = Text { args, vocabulary, ids: &ids, window };
     let (loss, complete) = text.score(&mut run, out)?;

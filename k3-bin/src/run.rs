@@ -264,7 +264,7 @@ pub(crate) fn run(args: &Run) -> Result<u8, Failure> {
         all_logits: args.dump_logits.is_some(),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
         speculate: args.speculate,
-        beside: chosen.bytes(vocab, args.max_tokens) + keep.bytes(context),
+        beside: chosen.bytes(vocab, args.max_tokens).saturating_add(keep.bytes(context)),
         ..Wanted::default()
     })?;
     let config = *run.engine.checkpoint().config();

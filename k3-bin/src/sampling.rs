@@ -103,10 +103,16 @@ impl Chosen {
         if self.logprobs.is_some() { vocab } else { needed }
     }
 
+    /// Bytes of the lists.
+    pub(crate) fn held(&self) -> u64 {
+        let texts = self.stop_texts.iter().map(|text| size_of::<Vec<u8>>() + text.len()).sum::<usize>();
+        (size_of_val(&*self.bias) + size_of_val(&*self.stop_ids) + texts) as u64
+    }
+
     /// Bytes that a picker and what it remembers of a text of so many tokens hold.
     pub(crate) fn bytes(&self, vocab: usize, tokens: usize) -> u64 {
         let (remembered, json) = self.told(tokens);
-        (self.candidates(vocab) * size_of::<Candidate>()) as u64 + remembered + json
+        ((self.candidates(vocab) * size_of::<Candidate>()) as u64).saturating_add(remembered).saturating_add(json)
     }
 
     /// Bytes of the log-probabilities of so many tokens, and of the JSON that is made of them.

@@ -29,6 +29,13 @@ const RESERVE: u64 = 512_000_000;
 /// Threads that read, and so reads in flight.
 pub(crate) const READERS: usize = 8;
 
+/// Bytes that a text holds for each of its positions: its id and its bytes, in lists that grow, and what of it a
+/// conversation keeps.
+pub(crate) const TEXT_BYTES: u64 = 24;
+
+/// Bytes of its JSON for each position: the id in a tree, and what is printed of it and its text, twice.
+const JSON_BYTES: u64 = 104;
+
 /// Options that have been understood. Made before anything slow, so that what is wrong with them is
 /// said at once.
 pub(crate) struct Options<'a> {
@@ -53,7 +60,8 @@ pub(crate) struct Wanted {
     pub(crate) speculate: usize,
     /// Sequences that are to run at the same time, at most.
     pub(crate) sequences: usize,
-    /// What the command holds besides: a sampler's scratch, a session's buffer (bytes).
+    /// What the command holds besides one text of this context: a sampler's scratch, a session's buffer, other
+    /// texts (bytes).
     pub(crate) beside: u64,
     /// The same for each sequence that runs, the most first (bytes).
     pub(crate) beside_each: [u64; MOST_SEQUENCES],
@@ -258,7 +266,7 @@ impl Opened<'_> {
                 Experts::Frequency => Policy::Frequency,
             },
             touched,
-            beside: wanted.beside,
+            beside: wanted.beside.saturating_add((TEXT_BYTES + JSON_BYTES).saturating_mul(wanted.context as u64)),
             beside_each: wanted.beside_each,
         }
     }

@@ -138,13 +138,13 @@ struct Flight {
     read: usize,
 }
 
-/// Generates the texts of `prompts`.
+/// Generates the texts of `prompts`. Each goes away with its text.
 ///
 /// # Errors
 /// Those of the passes and of the listener. Texts that have not ended are lost.
 pub fn run<L: Listener>(
     engine: &mut Engine,
-    prompts: &[Prompt],
+    prompts: Vec<Prompt>,
     wanted: &Wanted<'_>,
     listener: &mut L,
 ) -> Result<Outcome, L::Error> {
@@ -153,17 +153,15 @@ pub fn run<L: Listener>(
     let (slots, chunk) = (engine.plan().sequences, engine.plan().extent.chunk);
     let mut logits = vec![0.0; vocab * engine.plan().logit_rows];
     let mut flights: Vec<Option<Flight>> = (0..slots).map(|_| None).collect();
-    let mut waiting = prompts.iter().enumerate();
+    let mut waiting = prompts.into_iter().enumerate();
     let mut outcome = Outcome::default();
     loop {
         for (slot, flight) in flights.iter_mut().enumerate() {
             if flight.is_none()
-                && let Some((number, prompt)) = waiting.next()
+                && let Some((number, Prompt { ids, max_tokens })) = waiting.next()
             {
                 engine.reset_sequence(slot)?;
-                let Prompt { ids, max_tokens } = prompt;
-                *flight =
-                    Some(Flight { number, ids: ids.clone(), prompt: ids.len(), max_tokens: *max_tokens, read: 0 });
+                *flight = Some(Flight { number, prompt: ids.len(), ids, max_tokens, read: 0 });
             }
         }
         let (shares, ids) = compose(&flights, chunk);

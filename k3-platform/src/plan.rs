@@ -268,7 +268,7 @@ fn fixed(sizes: &Sizes<'_>, request: &Request, chunk: usize, sequences: usize) -
     let rows = logit_rows(request, chunk, sequences);
     let each = request.beside_each.iter().take(sequences).fold(request.beside, |sum, each| sum.saturating_add(*each));
     if each > 0 {
-        ledger.add("text", each, "scratch of the sampler, buffers of a session and a chat".to_owned());
+        ledger.add("text", each, "ids, texts and their JSON, scratch of the sampler, a session's buffer".to_owned());
     }
     ledger.add("logits", (rows as u64).saturating_mul(4 * c.vocab_size as u64), format!("{rows} x {}", c.vocab_size));
     ledger
