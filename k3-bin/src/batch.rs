@@ -15,6 +15,7 @@ use k3_platform::batch::{self, Listener, Outcome, Prompt, Text};
 use k3_platform::checkpoint::Checkpoint;
 use k3_platform::error::Error;
 use k3_platform::generate::Finish;
+use k3_platform::pack::Digests;
 use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -61,7 +62,7 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     let texts = lines.iter().any(|l| matches!(l.prompt, Given::Text(_)));
     let mut files = text::vocabulary(&opened.checkpoint, texts)?;
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
-    let header = header(args, &bytes, &opened.checkpoint);
+    let header = header(args, &bytes, &opened.checkpoint)?;
     // What was taken apart leaves gaps, which the allocator keeps.
     let gaps = if texts { bytes.len() as u64 } else { 0 };
     drop(bytes);
@@ -254,25 +255,25 @@ fn digest<'b>(parts: impl IntoIterator<Item = &'b [u8]>) -> String {
     format!("{hash:016x}")
 }
 
+/// How the first line of an output begins that knows its model by config and lengths alone: those of another
+/// training are the same.
+const BEFORE: &[u8] = b"{\"k3_batch\":1,";
+
 /// The first line of the output: everything that a text depends on. Budget, threads, kernels and the rest
 /// are not among it.
-fn header(args: &Args, input: &[u8], checkpoint: &Checkpoint) -> String {
-    let model = format!(
-        "{:?} {:?}",
-        checkpoint.config(),
-        checkpoint.index().shards().iter().map(|s| (&s.name, s.len)).collect::<Vec<_>>()
-    );
+fn header(args: &Args, input: &[u8], checkpoint: &Checkpoint) -> Result<String, Failure> {
+    let Digests { config, headers, samples } = Digests::of(checkpoint)?;
     let object = json!({
-        "k3_batch": 1,
+        "k3_batch": 2,
         "input": digest([input]),
-        "model": digest([model.as_bytes()]),
+        "model": digest([&config[..], &headers, &samples]),
         "max_tokens": args.max_tokens,
         "context": args.context,
         "ignore_eos": args.ignore_eos,
         "parse_special": args.parse_special,
         "sampling": digest([format!("{:?} {:?}", args.sampling, args.logprobs).as_bytes()]),
     });
-    format!("{object}\n")
+    Ok(format!("{object}\n"))
 }
 
 /// The output file.
@@ -302,6 +303,7 @@ impl Results {
         file.read_to_end(&mut bytes).map_err(|e| failed(&e))?;
         let Written { whole, done } = Written::parse(&bytes, header.as_bytes(), jobs.iter().map(|job| &job.id))
             .map_err(|unlike| match unlike {
+                Unlike::Foreign if bytes.starts_with(BEFORE) => before(path),
                 Unlike::Foreign => foreign(path),
                 Unlike::Line(line) => Failure {
                     code: fail::DAMAGED,
@@ -322,6 +324,13 @@ impl Results {
         let written = self.file.write_all(line.as_bytes()).and_then(|()| self.file.sync_data());
         written.map_err(|e| Failure::output(&self.path, &e))
     }
+}
+
+fn before(path: &Path) -> Failure {
+    Failure::usage(
+        format!("{}: this file does not say which weights its texts are of", path.display()),
+        "an older k3 began it, and can end it; or name another file",
+    )
 }
 
 fn foreign(path: &Path) -> Failure {
