@@ -218,10 +218,11 @@ pub(crate) fn held(budget: u64) -> Value {
     json!({"budget_bytes": budget, "peak_rss_bytes": peak_rss()})
 }
 
-/// The JSON of what was read.
+/// The JSON of what was read. Bytes of a token are filled in by who generates one after the other.
 pub(crate) fn io(stats: &Stats, direct: bool) -> Value {
     json!({
         "bytes_read": stats.bytes_read,
+        "bytes_per_token": null,
         "trunk_hit_rate": stats.trunk_hit_rate(),
         "expert_hit_rate": stats.expert_hit_rate(),
         "direct": direct,

@@ -154,6 +154,29 @@ fn json_has_the_fields_that_are_documented() {
     inside(&found);
     let expected = ["content", "reasoning_content", "role"].map(str::to_owned);
     assert!(fields(&found["message"]).is_superset(&expected.into()));
+
+    // The story: the `io` of a batch, "as below", lacked a field of the table.
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (prompts(folder.path()), folder.path().join("out.jsonl"));
+    let found = object(&mut batch(&input, &output, &["--json", "--memory", "64M"]));
+    let told =
+        readme.split("With `--json` the command prints at the end ").nth(1).and_then(|rest| rest.split("\n\n").next());
+    // A list in brackets is of the fields within.
+    let (mut outer, mut within) = (String::new(), std::collections::BTreeMap::new());
+    for part in told.expect("the fields of a batch").split_inclusive(')') {
+        let (before, list) = part.split_once('(').unwrap_or((part, ""));
+        outer += before;
+        within.extend(names(before).pop().filter(|_| !list.is_empty()).map(|name| (name, names(list))));
+    }
+    assert_eq!(fields(&found), names(&outer).into_iter().collect());
+    assert_eq!(within.keys().collect::<Vec<_>>(), ["failed", "seconds", "usage"]);
+    for (field, names) in within.iter().filter(|(field, _)| *field != "failed") {
+        assert_eq!(fields(&found[field]), names.iter().cloned().collect(), "{field}");
+    }
+    for field in ["memory", "io"] {
+        let (_, cell) = run.iter().find(|(names, _)| names.contains(field)).expect("documented");
+        assert_eq!(fields(&found[field]), names(cell).into_iter().collect(), "{field}");
+    }
 }
 
 /// Peak memory stays under the budget even when that is the least that is accepted.
