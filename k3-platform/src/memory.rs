@@ -107,25 +107,35 @@ impl Machine {
     #[must_use]
     pub fn available(&self, threads: usize) -> Option<Availability> {
         let machine = kilobytes(&self.read("proc/meminfo"), "MemAvailable");
-        self.smallest(machine, &["inactive_file"], 0, threads)
+        self.smallest(machine, &self.groups("memory"), &["inactive_file"], 0, threads)
     }
 
     /// As [`obtainable`].
     #[must_use]
     pub fn obtainable(&self) -> Option<Availability> {
         let info = self.read("proc/meminfo");
-        let swap = kilobytes(&info, "SwapFree").unwrap_or(0);
+        let groups = self.groups("memory");
+        // What this process may not swap gives room to nobody, whichever of its groups says so.
+        let swap =
+            kilobytes(&info, "SwapFree").into_iter().chain(groups.iter().filter_map(swap_left)).min().unwrap_or(0);
         // What this file system caches is not in MemAvailable, though it is given up in the same way.
         let zfs = self.read("proc/spl/kstat/zfs/arcstats");
         let cached = |name| zfs.lines().find_map(|l| l.strip_prefix(name)?.split_whitespace().nth(1)?.parse().ok());
         let cached = cached("size ").unwrap_or(0u64).saturating_sub(cached("c_min ").unwrap_or(0));
         let machine = kilobytes(&info, "MemAvailable").map(|bytes| bytes.saturating_add(swap).saturating_add(cached));
-        self.smallest(machine, &["inactive_file", "active_file"], swap, 0)
+        self.smallest(machine, &groups, &["inactive_file", "active_file"], swap, 0)
     }
 
     /// The smallest of all limits: what the machine has, what control groups leave if they give up what is
     /// `cached` and use `swap`, and what the process may map besides its `threads`.
-    fn smallest(&self, machine: Option<u64>, cached: &[&str], swap: u64, threads: usize) -> Option<Availability> {
+    fn smallest(
+        &self,
+        machine: Option<u64>,
+        groups: &[Group],
+        cached: &[&str],
+        swap: u64,
+        threads: usize,
+    ) -> Option<Availability> {
         let machine = machine.map(|bytes| (bytes, Limit::Machine));
         let status = self.read("proc/self/status");
         let limits = self.read("proc/self/limits");
@@ -139,9 +149,15 @@ impl Machine {
             let used = kilobytes(&status, used).unwrap_or(0).saturating_add(of_thread.saturating_mul(threads as u64));
             Some((most.saturating_sub(used), limit))
         });
-        let groups = self.groups("memory").into_iter().filter_map(|group| {
-            let bytes = if group.unified { free_unified(&group.dir, cached) } else { free_legacy(&group.dir, cached) };
-            Some((bytes?.saturating_add(swap), Limit::Cgroup(group.path)))
+        let groups = groups.iter().filter_map(|group| {
+            let bytes = if group.unified {
+                free_unified(&group.dir, cached).map(|bytes| bytes.saturating_add(swap))
+            } else {
+                let memory = free_legacy(&group.dir, "memory", cached).map(|bytes| bytes.saturating_add(swap));
+                let both = free_legacy(&group.dir, "memory.memsw", cached);
+                memory.into_iter().chain(both).min()
+            };
+            Some((bytes?, Limit::Cgroup(group.path.clone())))
         });
         // Among equals the first, and the machine is named before what only repeats it.
         let all = machine.into_iter().chain(groups).chain(process);
@@ -172,9 +188,13 @@ impl Machine {
     /// Processors (threads of cores) in the affinity mask; `None` if nothing says.
     #[must_use]
     pub fn processors(&self) -> Option<usize> {
+        self.allowed().map(|list| list.len())
+    }
+
+    /// The processors in the affinity mask.
+    fn allowed(&self) -> Option<Vec<u32>> {
         let status = self.read("proc/self/status");
-        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
-        cpu_list(allowed.trim()).map(|list| list.len())
+        cpu_list(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim())
     }
 
     /// Whole processors whose time the control groups allow; `None` if there is no quota.
@@ -193,15 +213,12 @@ impl Machine {
     /// As [`default_threads`].
     #[must_use]
     pub fn default_threads(&self) -> usize {
-        let quota = self.groups("cpu").iter().filter_map(processor_time).min();
-        self.cores().min(quota.unwrap_or(usize::MAX)).max(1)
+        self.cores().min(self.quota().unwrap_or(usize::MAX)).max(1)
     }
 
     /// Physical cores with at least one processor in the affinity mask; zero if nothing says.
     fn cores(&self) -> usize {
-        let status = self.read("proc/self/status");
-        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-        let Some(allowed) = allowed.and_then(|list| cpu_list(list.trim())) else { return 0 };
+        let Some(allowed) = self.allowed() else { return 0 };
         let core = |cpu: u32| {
             let topology = format!("sys/devices/system/cpu/cpu{cpu}/topology");
             // The processors of a core all show the same list; the second name is the older one.
@@ -336,10 +353,18 @@ fn free_unified(dir: &Path, cached: &[&str]) -> Option<u64> {
     Some(most.saturating_sub(used.saturating_sub(cached)))
 }
 
-/// Bytes left in a version 1 group, likewise.
-fn free_legacy(dir: &Path, cached: &[&str]) -> Option<u64> {
-    let most: u64 = number(&dir.join("memory.limit_in_bytes"))?;
-    let used: u64 = number(&dir.join("memory.usage_in_bytes"))?;
+/// Bytes that a version 2 group may still swap; `None` if it may as much as there is. Above `memory.swap.high` it is
+/// slowed down, as above `memory.high`. (A version 1 group has a limit on memory and swap together.)
+fn swap_left(group: &Group) -> Option<u64> {
+    let limit = |name: &&str| number::<u64>(&group.dir.join(name));
+    let most = ["memory.swap.max", "memory.swap.high"].iter().filter_map(limit).min().filter(|_| group.unified)?;
+    Some(most.saturating_sub(number(&group.dir.join("memory.swap.current")).unwrap_or(0)))
+}
+
+/// Bytes left in a version 1 group, likewise: of `memory`, or of memory and swap together (`memory.memsw`).
+fn free_legacy(dir: &Path, what: &str, cached: &[&str]) -> Option<u64> {
+    let most: u64 = number(&dir.join(format!("{what}.limit_in_bytes")))?;
+    let used: u64 = number(&dir.join(format!("{what}.usage_in_bytes")))?;
     let stat = text(&dir.join("memory.stat"));
     let cached = cached.iter().filter_map(|name| statistic(&stat, &format!("total_{name}")));
     Some(most.saturating_sub(used.saturating_sub(cached.fold(0, u64::saturating_add))))
@@ -486,6 +511,56 @@ mod tests {
             ("cg/a/memory.stat", "active_file 1\ntotal_inactive_file 300000000\ntotal_active_file 200000000\n"),
         ];
         assert_eq!(had(&legacy), Some((2 * GB + GB / 2 + 1_024_000, group())));
+    }
+
+    /// The story: a host's swap was added to groups that may not swap, and a budget beyond them accepted, whose run
+    /// was killed.
+    #[test]
+    fn no_group_swaps_more_than_it_may() {
+        let had = |files: &[(&str, &str)]| {
+            let (_dir, machine) = machine(files);
+            machine.obtainable().map(|a| (a.bytes, a.limit))
+        };
+        let swap = ("proc/meminfo", "MemAvailable: 8000000 kB\nSwapFree: 8000000 kB\n");
+        let base = [
+            swap,
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("proc/self/mountinfo", "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"),
+            ("sys/fs/cgroup/a/memory.max", "2000000000\n"),
+            ("sys/fs/cgroup/a/memory.current", "500000000\n"),
+            ("sys/fs/cgroup/a/memory.swap.current", "100000000\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/b/memory.swap.current", "1000\n"),
+        ];
+        let outer = || Limit::Cgroup("/a".into());
+        let with = |more: &[(&'static str, &'static str)]| had(&[&base, more].concat());
+        let (max, high) = ("sys/fs/cgroup/a/memory.swap.max", "sys/fs/cgroup/a/memory.swap.high");
+        assert_eq!(with(&[]), Some((GB + GB / 2 + MEMORY, outer())));
+        assert_eq!(with(&[(max, "max\n"), (high, "max\n")]), Some((GB + GB / 2 + MEMORY, outer())));
+        assert_eq!(with(&[(max, "0\n")]), Some((GB + GB / 2, outer())));
+        assert_eq!(with(&[(max, "600000000\n")]), Some((2 * GB, outer())));
+        assert_eq!(with(&[(max, "max\n"), (high, "600000000\n")]), Some((2 * GB, outer())));
+        // A group within has no memory limit of its own, and may not swap: nor does what is around it.
+        let inner = ("sys/fs/cgroup/a/b/memory.swap.max", "0\n");
+        assert_eq!(with(&[inner]), Some((GB + GB / 2, outer())));
+        let free = had(&[&base[..3], &[base[6], inner]].concat());
+        assert_eq!(free, Some((MEMORY, Limit::Machine)));
+
+        // Of version 1 memory and swap have one limit together.
+        let legacy = [
+            swap,
+            ("proc/self/cgroup", "4:memory:/a\n"),
+            ("proc/self/mountinfo", "35 31 0:32 / /cg rw - cgroup cgroup rw,memory\n"),
+            ("cg/a/memory.limit_in_bytes", "4000000000"),
+            ("cg/a/memory.usage_in_bytes", "2000000000"),
+            ("cg/a/memory.memsw.usage_in_bytes", "2200000000"),
+            ("cg/a/memory.stat", "total_inactive_file 300000000\ntotal_active_file 200000000\n"),
+        ];
+        let limit = "cg/a/memory.memsw.limit_in_bytes";
+        let with = |both| had(&[&legacy[..], &[(limit, both)]].concat());
+        assert_eq!(with("9223372036854771712"), Some((2 * GB + GB / 2 + MEMORY, outer())));
+        assert_eq!(with("4000000000"), Some((2 * GB + 3 * GB / 10, outer())));
+        assert_eq!(with("5000000000"), Some((3 * GB + 3 * GB / 10, outer())));
     }
 
     #[test]

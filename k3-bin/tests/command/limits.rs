@@ -82,14 +82,22 @@ impl Group {
         if self.unified { "memory.max" } else { "memory.limit_in_bytes" }
     }
 
-    /// Runs a command in the group.
+    /// Runs a command in the group, without swap: a machine that has some would let it pass the limit.
     fn run(&self, limit: u64, args: &[&str]) -> Output {
         self.command(limit, args).output().expect("sh")
     }
 
     /// A command that will run in the group.
     fn command(&self, limit: u64, args: &[&str]) -> Command {
+        // The limit on memory and swap together is never the smaller one. It is not there where swap is not counted.
+        let both = self.dir.join("memory.memsw.limit_in_bytes");
+        let _ = std::fs::write(&both, "-1");
         std::fs::write(self.dir.join(self.limit_file()), limit.to_string()).expect("a limit");
+        let _ = if self.unified {
+            std::fs::write(self.dir.join("memory.swap.max"), "0")
+        } else {
+            std::fs::write(both, limit.to_string())
+        };
         let mut shell = Command::new("sh");
         shell.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(self.dir.join("cgroup.procs"));
         shell.arg(env!("CARGO_BIN_EXE_k3")).args(args).env_remove("K3_MODEL");
