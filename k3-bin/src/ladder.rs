@@ -23,6 +23,7 @@ use std::io::{BufRead as _, BufReader, Read, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 /// How often a run and the signals are looked at.
@@ -329,22 +330,33 @@ impl Task<'_> {
         let mut child = self.command(rung.budget).spawn().map_err(failed)?;
         let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let label = human(rung.budget);
-        let (status, out, reason) = std::thread::scope(|scope| {
-            if let (Some(mut stdin), Source::Text(text)) = (stdin, &self.prompt) {
-                // A run that is refused does not read it.
-                scope.spawn(move || stdin.write_all(text));
-            }
-            let out = scope.spawn(move || {
-                let mut bytes = Vec::new();
-                // Nothing that a run says is longer.
-                let _ = stdout.map(|out| out.take(64 << 20).read_to_end(&mut bytes));
-                bytes
-            });
-            let err = scope.spawn(|| self.listen(&label, stderr));
-            let status = wait(&mut child);
-            (status, out.join().unwrap_or_default(), err.join().unwrap_or_default())
+        let ended = std::thread::scope(|scope| {
+            let listeners = || {
+                if let (Some(mut stdin), Source::Text(text)) = (stdin, &self.prompt) {
+                    // A run that is refused does not read it.
+                    Builder::new().spawn_scoped(scope, move || stdin.write_all(text))?;
+                }
+                let out = Builder::new().spawn_scoped(scope, move || {
+                    let mut bytes = Vec::new();
+                    // Nothing that a run says is longer.
+                    let _ = stdout.map(|out| out.take(64 << 20).read_to_end(&mut bytes));
+                    bytes
+                })?;
+                let err = Builder::new().spawn_scoped(scope, || self.listen(&label, stderr))?;
+                Ok((out, err))
+            };
+            let (out, err) = match listeners() {
+                Ok(listeners) => listeners,
+                Err(error) => {
+                    // Whom nobody listens to is not left behind.
+                    let _ = child.kill().and_then(|()| child.wait());
+                    return Err(error);
+                }
+            };
+            let status = wait(&mut child)?;
+            Ok((status, out.join().unwrap_or_default(), err.join().unwrap_or_default()))
         });
-        let status = status.map_err(failed)?;
+        let (status, out, reason) = ended.map_err(failed)?;
         rung.said = serde_json::from_slice(&out).unwrap_or_default();
         rung.status = match status.code() {
             Some(0) if rung.said.is_object() => Status::Ok,

@@ -42,6 +42,20 @@ impl Fetch {
         Ok(Self { pool, files, stop, schedule })
     }
 
+    /// As [`Fetch::new`], with fewer threads if the system refuses some of them.
+    ///
+    /// # Errors
+    /// [`Error::Threads`] if it refuses all.
+    pub fn with_at_most(files: &FileSet, readers: usize, stop: &Arc<AtomicBool>) -> Result<Self, Error> {
+        let mut readers = readers.max(1);
+        loop {
+            match Self::new(files.clone(), readers, Arc::clone(stop)) {
+                Err(Error::Threads(_)) if readers > 1 => readers /= 2,
+                other => return other,
+            }
+        }
+    }
+
     /// Bytes that came from files.
     #[must_use]
     pub fn bytes_read(&self) -> u64 {

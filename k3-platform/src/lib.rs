@@ -21,7 +21,7 @@
 //! reference    outputs of others, and how far ours are from them
 //! exec         threads                         memory    what the machine has
 //! io           files, direct or buffered       aligned   memory that goes back to the system
-//! checksum     of what is written and read back
+//! checksum     of what is written and read back       lock      files that one process at a time has
 //! ladder       budgets worth trying one after another
 //! synth        checkpoints without a download, for measuring and tests
 //! ```
@@ -46,6 +46,7 @@ pub mod index;
 pub mod inventory;
 pub mod io;
 pub mod ladder;
+mod lock;
 pub mod measure;
 pub mod memory;
 pub mod pack;

@@ -52,14 +52,15 @@ use crate::checksum::Checksum;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::io::{give_name, read_exact_at, take_after, unnamed};
+use crate::lock;
 use k3_core::checkpoint::{GlobalTensor, Tensor};
 use k3_core::config::ModelConfig;
 use k3_core::math::canonical_bits;
 use k3_core::model::StateParts;
 use k3_core::view::TokenId;
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 8] = b"k3sess\r\n";
@@ -377,20 +378,10 @@ impl Lock {
     fn take(session: &Path) -> Result<Self, SessionError> {
         let path = suffixed(session, ".lock");
         let failed = |source| SessionError::Place { path: path.clone(), source };
-        loop {
-            let file = File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
-            match file.try_lock() {
-                Ok(()) => {}
-                Err(std::fs::TryLockError::WouldBlock) => {
-                    return Err(SessionError::Locked { path: session.to_owned() });
-                }
-                Err(std::fs::TryLockError::Error(source)) => return Err(failed(source)),
-            }
-            // Whoever held it may have removed it in between: then this is a lock on nothing.
-            let ours = file.metadata().map_err(failed)?;
-            if std::fs::metadata(&path).is_ok_and(|there| (there.dev(), there.ino()) == (ours.dev(), ours.ino())) {
-                return Ok(Self { file, path });
-            }
+        match lock::open(&path).map_err(failed)? {
+            (file, Ok(())) => Ok(Self { file, path }),
+            (_, Err(TryLockError::WouldBlock)) => Err(SessionError::Locked { path: session.to_owned() }),
+            (_, Err(TryLockError::Error(source))) => Err(failed(source)),
         }
     }
 }

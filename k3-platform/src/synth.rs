@@ -428,7 +428,8 @@ impl<'a> Writer<'a> {
         };
         std::thread::scope(|scope| {
             for _ in 1..self.synth.threads.min(pieces.len()) {
-                scope.spawn(work);
+                // Fewer threads than wished for, or none, write the same.
+                let _started = std::thread::Builder::new().spawn_scoped(scope, work);
             }
             work();
         });

@@ -175,6 +175,42 @@ fn a_full_disk_keeps_what_there_is() {
     assert!(std::fs::read(&out).expect("read") == std::fs::read(&whole).expect("read"), "other bytes");
 }
 
+/// The story: `k3 pack` was aborted where the system refused one of its threads.
+#[test]
+fn a_pack_takes_the_threads_it_gets() {
+    let tmp = tempfile::tempdir().expect("tmp");
+    let (model, whole) = (tmp.path().join("model"), tmp.path().join("whole.k3"));
+    super::limits::filled(&model);
+    assert_eq!(code(&pack(&model, &whole, &["--threads", "2"])), 0);
+    let whole = std::fs::read(&whole).expect("read");
+    let (mut packed, mut refused) = (0, 0);
+    for kilobytes in [60_000, 150_000, 300_000, 500_000, 700_000, 900_000, 1_100_000, 1_300_000, 1_500_000] {
+        let out = tmp.path().join("out.k3");
+        let script = format!("ulimit -v {kilobytes}; exec \"$0\" pack --quiet --threads 1024 \"$1\" \"$2\"");
+        let output = Command::new("sh")
+            .args(["-c", &script, env!("CARGO_BIN_EXE_k3")])
+            .args([&model, &out])
+            .output()
+            .expect("sh");
+        let message = text(&output.stderr);
+        assert!(!message.contains("panicked"), "{kilobytes}: {message}");
+        match code(&output) {
+            0 => packed += 1,
+            // Threads that open files, and what the C library maps for a moment, are not in our hands.
+            4 | 5 => {
+                refused += 1;
+                assert_eq!(code(&pack(&model, &out, &["--threads", "2"])), 0);
+            }
+            code => panic!("{kilobytes}: {code} {message}"),
+        }
+        assert!(std::fs::read(&out).expect("read") == whole, "{kilobytes}: other bytes");
+        std::fs::remove_file(&out).expect("remove");
+        assert_eq!(std::fs::read_dir(tmp.path()).expect("dir").count(), 2, "{kilobytes}: something is left: {message}");
+    }
+    println!("{packed} packed, {refused} refused");
+    assert!(packed > 3);
+}
+
 /// Killed again and again, at any moment: never a file under the name that is not whole, finished
 /// segments stay finished, and in the end the bytes are those of an undisturbed pack.
 #[test]

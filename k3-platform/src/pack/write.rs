@@ -24,12 +24,14 @@ use crate::checkpoint::Checkpoint;
 use crate::error::Error;
 use crate::fetch::{Fetch, Priority};
 use crate::io::free_space_of;
+use crate::lock;
+use crate::memory::available;
 use crate::segment::{Form, Piece, Place, Segment, Source, block};
 use k3_core::coded::{CodedMatrix, coded_len, encode};
-use rustix::fs::{FlockOperation, RenameFlags};
+use rustix::fs::RenameFlags;
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -372,14 +374,14 @@ impl Part {
     /// Opens what an earlier run has left, as far as it belongs to this pack; or begins.
     fn open(out: &Path, head: &[u8], planned: &[Planned], sync_at: u64) -> Result<Self, PackError> {
         let (path, log_path) = (beside(out, ".part"), beside(out, ".part.log"));
-        let open = |path: &Path| OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
-        let create = |path: &Path| open(path).map_err(|e| fault(out, PackFault::Create(e)));
-        let file = create(&path)?;
+        let create = |e| fault(out, PackFault::Create(e));
         // On a file system without locks two packs at once are the user's affair.
-        if let Err(rustix::io::Errno::WOULDBLOCK) = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        let (file, locked) = lock::open(&path).map_err(create)?;
+        if let Err(TryLockError::WouldBlock) = locked {
             return Err(fault(&path, PackFault::Busy));
         }
-        let log = create(&log_path)?;
+        let log = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&log_path);
+        let log = log.map_err(create)?;
         let empty = |file: &File| file.metadata().is_ok_and(|meta| meta.len() == 0);
         let fresh = empty(&file) && empty(&log);
         let mut part = Self {
@@ -402,6 +404,13 @@ impl Part {
             return Err(part.failed(error));
         }
         Ok(part)
+    }
+
+    /// Leaves nothing behind if nothing was done.
+    fn abandon(&self) {
+        if self.written.is_empty() {
+            self.remove();
+        }
     }
 
     /// Nothing was begun, so nothing is left behind.
@@ -540,31 +549,33 @@ pub fn write(
     let raw: u64 = sources.iter().map(|s| (s.rows * s.row_bytes) as u64).sum();
     let digests = Digests::of(checkpoint)?;
     let planned = layout(&groups, options.coded);
-    if out.symlink_metadata().is_ok() {
-        let pack = Pack::open(out, &**checkpoint.opener()).ok().filter(|p| p.is_coded() == options.coded);
-        return match pack.filter(|p| p.matches(checkpoint).is_ok()) {
-            Some(pack) => {
-                // A run that was killed between the rename and its last step.
-                let _gone = std::fs::remove_file(beside(out, ".part.log"));
-                Ok(Outcome { already: true, file_len: pack.file_len(), raw, resumed: 0 })
-            }
-            None => Err(fault(out, PackFault::Exists).into()),
-        };
+    if let Some(already) = already(checkpoint, out, options.coded)? {
+        // A run that was killed between the rename and its last step.
+        let _gone = std::fs::remove_file(beside(out, ".part.log"));
+        return Ok(Outcome { raw, ..already });
     }
+    // Before the file, so that nothing is begun where the system refuses threads.
+    let raw_of = |p: &Planned| p.takes.iter().map(|t| (t.rows * sources[t.source].row_bytes) as u64).sum::<u64>();
+    let threads = affordable(options.threads.min(planned.len()), planned.iter().map(raw_of).max().unwrap_or(0));
+    let fetch = Fetch::with_at_most(&checkpoint.files(), threads, stop)?;
     let mut part =
         Part::open(out, &log_head(&digests, options.coded, planned.len()), &planned, SYNC_BYTES.min(raw / 16))?;
+    // Another process may have finished it before this one had the lock.
+    if let Some(already) = already(checkpoint, out, options.coded).inspect_err(|_| part.abandon())? {
+        part.remove();
+        return Ok(Outcome { raw, ..already });
+    }
     space(out, &part, &sources, &planned, options.coded)?;
 
-    let raw_of = |p: &Planned| p.takes.iter().map(|t| (t.rows * sources[t.source].row_bytes) as u64).sum::<u64>();
     let resumed: u64 = planned.iter().take(part.written.len()).map(raw_of).sum();
     let mut now = Progress { stage: Stage::Packing, done: resumed, total: raw, resumed, written: part.offset };
     // What an earlier run did is said even if nothing is left to do.
     progress(&now);
     let first = part.written.len();
-    let threads = options.threads.max(1);
-    let state = State { next: first, wanted: first, ahead: AHEAD * threads, ready: HashMap::new(), over: false };
+    let ready = HashMap::new();
+    let state = State { next: first, wanted: first, ahead: AHEAD * threads, ready, over: false };
     let work = Work {
-        fetch: Fetch::new(checkpoint.files(), threads, Arc::clone(stop))?,
+        fetch,
         sources: &sources,
         planned: &planned,
         coded: options.coded,
@@ -572,8 +583,13 @@ pub fn write(
         changed: Condvar::new(),
     };
     let result = std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| work.run());
+        for started in 0..threads {
+            // Fewer threads than wished for come to the same file.
+            match std::thread::Builder::new().spawn_scoped(scope, || work.run()) {
+                Err(error) if started == 0 => return Err(Error::Threads(error)),
+                Err(_) => break,
+                Ok(_) => {}
+            }
         }
         let result = (first..planned.len()).try_for_each(|number| {
             let ready = wait(&work, number, stop)?;
@@ -589,6 +605,9 @@ pub fn write(
     });
     // Whatever ended it, what was done is done.
     let synced = part.sync();
+    if let Err(Error::Threads(_) | Error::Memory(_)) = &result {
+        part.abandon();
+    }
     result?;
     synced.map_err(|e| part.failed(e))?;
 
@@ -613,6 +632,30 @@ pub fn write(
     Ok(Outcome { already: false, file_len, raw, resumed })
 }
 
+/// So many threads, or as many as there is memory for: each has a segment of so many bytes, its code and what is
+/// ready, and another thread that reads for it. Where address space is limited, threads that start as long as they
+/// can leave nothing for what they do; and while one starts, the C library maps twice of what it keeps.
+fn affordable(threads: usize, segment: u64) -> usize {
+    let each = segment.saturating_mul(2 + AHEAD as u64);
+    let fits = |threads: usize| {
+        let room = available(4 * threads + 1);
+        room.is_none_or(|room| room.bytes >= each.saturating_mul(threads as u64))
+    };
+    std::iter::successors(Some(threads), |threads| Some(threads / 2)).find(|&n| n <= 1 || fits(n)).unwrap_or(1).max(1)
+}
+
+/// The file that is there already, if it is this pack; `None` if there is none.
+fn already(checkpoint: &Checkpoint, out: &Path, coded: bool) -> Result<Option<Outcome>, PackError> {
+    if out.symlink_metadata().is_err() {
+        return Ok(None);
+    }
+    let pack = Pack::open(out, &**checkpoint.opener()).ok().filter(|p| p.is_coded() == coded);
+    match pack.filter(|p| p.matches(checkpoint).is_ok()) {
+        Some(pack) => Ok(Some(Outcome { already: true, file_len: pack.file_len(), raw: 0, resumed: 0 })),
+        None => Err(fault(out, PackFault::Exists)),
+    }
+}
+
 /// Refuses at once what the disk has no room for.
 fn space(out: &Path, part: &Part, sources: &[Source], planned: &[Planned], coded: bool) -> Result<(), Error> {
     let bytes = |p: &Planned| {
@@ -625,9 +668,7 @@ fn space(out: &Path, part: &Part, sources: &[Source], planned: &[Planned], coded
     if needed <= free {
         return Ok(());
     }
-    if part.written.is_empty() {
-        part.remove();
-    }
+    part.abandon();
     Err(fault(out, PackFault::Space { needed, free }).into())
 }
 
