@@ -20,7 +20,7 @@ use k3_platform::vocabulary::{Vocabulary, VocabularyFiles};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     let vocabulary = files.as_mut().map(VocabularyFiles::load).transpose()?;
     let header = header(args, &bytes, &opened.checkpoint)?;
     // What was taken apart leaves gaps, which the allocator keeps.
-    let gaps = if texts { bytes.len() as u64 } else { 0 };
+    let gaps = bytes.len() as u64;
     drop(bytes);
     let (mut todo, mut left) = jobs(args, lines, vocabulary.as_ref(), &opened.checkpoint)?;
     let held = gaps.saturating_add(held(&todo));
@@ -89,7 +89,7 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
     remembered.sort_unstable_by(|a, b| b.cmp(a));
     let json = told.iter().map(|told| told.1).max().unwrap_or(0);
     let sequences = left.len().min(args.in_flight.map_or(usize::MAX, std::num::NonZeroUsize::get)).max(1);
-    let mut run = opened.start(Wanted {
+    let run = opened.start(Wanted {
         context,
         prompt: todo.iter().map(|job| job.prompt).sum::<usize>().max(1),
         tokenizer: vocabulary.as_ref().map_or(0, Vocabulary::bytes),
@@ -97,7 +97,8 @@ pub(crate) fn batch(args: &Args) -> Result<u8, Failure> {
         beside: ((candidates * size_of::<Candidate>()) as u64).saturating_add(json).saturating_add(held),
         beside_each: std::array::from_fn(|i| remembered.get(i).copied().unwrap_or(0)),
         ..Wanted::default()
-    })?;
+    });
+    let mut run = run.and_then(|run| out.begin(&header).map(|()| run)).inspect_err(|_| out.abandon())?;
     let config = *run.engine.checkpoint().config();
     let open = started.elapsed();
     let progress = Progress::new(!args.common.quiet, config.num_hidden_layers);
@@ -280,15 +281,24 @@ fn header(args: &Args, input: &[u8], checkpoint: &Checkpoint) -> Result<String, 
 struct Results {
     file: File,
     path: std::path::PathBuf,
+    /// Whether it was not there before.
+    created: bool,
+    /// Whether its first line is there.
+    begun: bool,
 }
 
 impl Results {
-    /// Opens the output, or begins it. What an interrupted batch has left of it stays, and says which
+    /// Opens the output, or creates it. What an interrupted batch has left of it stays, and says which
     /// prompts are done; a line that was broken off is taken away.
     fn open(path: &Path, header: &str, jobs: &[Job]) -> Result<(Self, Vec<bool>), Failure> {
         let failed = |e: &std::io::Error| Failure::target(path, e);
-        let mut file =
-            File::options().read(true).write(true).create(true).truncate(false).open(path).map_err(|e| failed(&e))?;
+        let mut options = File::options();
+        let (mut file, created) = match options.read(true).write(true).create_new(true).open(path) {
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {
+                (options.create_new(false).create(true).truncate(false).open(path).map_err(|e| failed(&e))?, false)
+            }
+            other => (other.map_err(|e| failed(&e))?, true),
+        };
         if !file.metadata().map_err(|e| failed(&e))?.is_file() {
             return Err(Failure::usage(
                 format!("{}: this is no regular file", path.display()),
@@ -312,10 +322,22 @@ impl Results {
                 },
             })?;
         file.set_len(whole as u64).and_then(|()| file.seek(SeekFrom::End(0))).map_err(|e| failed(&e))?;
-        if whole == 0 {
-            file.write_all(header.as_bytes()).map_err(|e| Failure::output(path, &e))?;
+        Ok((Self { file, path: path.to_owned(), created, begun: whole > 0 }, done))
+    }
+
+    /// Writes the first line, unless it is there.
+    fn begin(&mut self, header: &str) -> Result<(), Failure> {
+        if !self.begun {
+            self.file.write_all(header.as_bytes()).map_err(|e| Failure::output(&self.path, &e))?;
         }
-        Ok((Self { file, path: path.to_owned() }, done))
+        Ok(())
+    }
+
+    /// A batch that does not run leaves no file that was not there.
+    fn abandon(&self) {
+        if self.created {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 
     /// Appends a line, whole and lasting.

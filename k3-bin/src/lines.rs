@@ -322,6 +322,44 @@ impl Written {
 mod tests {
     use super::*;
 
+    /// The story: ids came out of a tree of values, each with dozens of bytes.
+    #[test]
+    fn ids_are_taken_out_of_a_line() {
+        let ids = |n: &[u32]| n.iter().copied().map(TokenId).collect::<Vec<_>>();
+        for (line, rest, taken) in [
+            (
+                "{\"id\":1, \"ids\" : [ 1,\t4294967295 ], \"x\": [3]}",
+                "{\"id\":1, \"ids\" : [], \"x\": [3]}",
+                &[1, u32::MAX][..],
+            ),
+            ("{\"ids\":[]}", "{\"ids\":[]}", &[]),
+            ("{\"i\\u0064s\":[7]}", "{\"i\\u0064s\":[]}", &[7]),
+            ("{\"x\":{\"ids\":[1]},\"ids\":[2]}", "{\"x\":{\"ids\":[1]},\"ids\":[]}", &[2]),
+            // Of what is no list of ids so much is left that it is refused.
+            ("{\"ids\":[1,2,4294967296,3]}", "{\"ids\":[4294967296]}", &[1, 2]),
+            ("{\"ids\":[1,{\"a\":[[]]},3]}", "{\"ids\":[{\"a\":[[]]}]}", &[1]),
+            ("{\"ids\":[-1]}", "{\"ids\":[-1]}", &[]),
+            ("{\"ids\":[null,\"1\"]}", "{\"ids\":[null]}", &[]),
+            ("{\"ids\":{\"ids\":[1]}}", "{\"ids\":{\"ids\":[1]}}", &[]),
+            ("[{\"ids\":[1]}]", "[{\"ids\":[1]}]", &[]),
+        ] {
+            let (left, found) = take_ids(line.as_bytes()).unwrap();
+            assert_eq!((String::from_utf8_lossy(&left).as_ref(), found), (rest, ids(taken)), "{line}");
+        }
+        let read = |line: &str| read(Path::new("in"), line.as_bytes(), &Defaults::new(1));
+        assert_eq!(read("{\"id\":1,\"ids\":[5,6]}").unwrap()[0].prompt, Given::Ids(ids(&[5, 6])));
+        for (line, part) in [
+            ("{\"id\":1,\"ids\":[5,1.0]}", "1.0 in \"ids\""),
+            ("{\"id\":1,\"ids\":[5,[1]]}", "[1] in \"ids\""),
+            ("{\"id\":1,\"ids\":{}}", "is no array"),
+            ("{\"id\":1,\"ids\":[1", "line 1: "),
+            ("{\"id\":1,\"ids\":[1],\"prompt\":\"a\"}", "both"),
+        ] {
+            let message = read(line).unwrap_err().message;
+            assert!(message.contains(part), "{message}");
+        }
+    }
+
     /// The stories: DEL and the controls behind it, which JSON does not escape, reached the terminal; and a number
     /// that is an id was another one when it was read again, so that its result was of no prompt.
     #[test]

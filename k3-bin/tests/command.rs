@@ -1246,6 +1246,91 @@ fn wrong_lines_of_a_batch_are_told_by_number_before_anything_runs() {
     assert!(say(&["x"; 20], &[]).contains("and 12 more faults"));
 }
 
+/// The story: numbers from the command line and from lines of a batch were added up unchecked. A debug build ended
+/// in a panic; a released one had a context of 0.
+#[test]
+fn numbers_beyond_all_memory_are_refused_by_the_plan() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(path("text"), "In the beginning").expect("write");
+    let most = "18446744073709551615";
+    std::fs::write(path("in"), format!("{{\"id\": 1, \"ids\": [1, 2], \"max_tokens\": {most}}}\n")).expect("write");
+    std::fs::write(path("short"), "{\"id\": 1, \"ids\": [1, 2]}\n").expect("write");
+    let (input, short, output, session) = (path("in"), path("short"), path("out"), path("session"));
+    let run = ["run", "--ids", "1,2"];
+    let chat = ["chat", "--message", "a", "--json"];
+    let batch = ["batch", "--output", &output, "--input"];
+    for args in [
+        [&batch[..], &[&input]].concat(),
+        [&batch[..], &[&input, "--logprobs", "3"]].concat(),
+        [&batch[..], &[&short, "--max-tokens", most]].concat(),
+        [&batch[..], &[&short, "--context", most]].concat(),
+        [&run[..], &["--max-tokens", most]].concat(),
+        [&run[..], &["--max-tokens", most, "--json", "--logprobs", "1000"]].concat(),
+        [&run[..], &["--context", most, "--session", &session]].concat(),
+        [&run[..], &["--max-tokens", most, "--speculate", "64"]].concat(),
+        [&chat[..], &["--max-tokens", most, "--logprobs", "3"]].concat(),
+        [&chat[..], &["--context", most, "--session", &session]].concat(),
+        vec!["plan", "--disk", "1", "--context", most],
+    ] {
+        let answer = k3().args(&args).args(["--memory", "64M"]).arg(tiny()).output().expect("k3");
+        let message = text(&answer.stderr);
+        assert_eq!(code(&answer), 4, "{args:?}: {message}");
+        assert!(message.contains("cannot hold"), "{args:?}: {message}");
+        // What was not begun is not there.
+        assert!(!Path::new(&output).exists(), "{args:?}");
+    }
+}
+
+/// The story: an output was told apart by config, names and lengths, so that a fine-tuned model's texts were put
+/// among those of the model it was made of.
+#[test]
+fn a_batch_does_not_go_on_with_other_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (input, output) = (prompts(folder.path()), folder.path().join("out.jsonl"));
+    let model = folder.path().join("model");
+    k3_tests::copy_dir(&k3_tests::root().join("fixtures/demo"), &model);
+    let run = || {
+        let mut command = k3();
+        command.arg("batch").arg("--input").arg(&input).arg("--output").arg(&output).arg(&model);
+        command
+            .args(["--json", "--quiet", "--memory", "64M", "--ignore-eos", "--max-tokens", "3"])
+            .output()
+            .expect("k3")
+    };
+    let answer = run();
+    assert_eq!(code(&answer), 0, "{}", text(&answer.stderr));
+    let written = std::fs::read_to_string(&output).expect("results");
+
+    // An output of before says of no weights.
+    let (first, texts) = written.split_once('\n').expect("a line");
+    assert!(first.starts_with("{\"k3_batch\":2,"), "{first}");
+    let old = format!("{}\n{texts}", first.replace("\"k3_batch\":2", "\"k3_batch\":1"));
+    std::fs::write(&output, &old).expect("write");
+    let answer = run();
+    assert_eq!(code(&answer), 2, "{}", text(&answer.stderr));
+    assert!(text(&answer.stderr).contains("which weights") && text(&answer.stderr).contains("an older k3"));
+    assert_eq!(std::fs::read_to_string(&output).expect("results"), old);
+
+    // The same shapes, other weights.
+    std::fs::write(&output, &written).expect("write");
+    let index = json(&model.join("model.safetensors.index.json"));
+    let name = "language_model.lm_head.weight";
+    let shard = model.join(index["weight_map"][name].as_str().expect("a shard"));
+    let mut bytes = std::fs::read(&shard).expect("a shard");
+    let len = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().expect("8"))).expect("a length");
+    let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + len]).expect("a header");
+    let place =
+        |i: usize| usize::try_from(header[name]["data_offsets"][i].as_u64().expect("a place")).expect("a place");
+    let (begin, end) = (8 + len + place(0), 8 + len + place(1));
+    bytes[begin..end].chunks_exact_mut(2).for_each(|number| number[0] ^= 1);
+    std::fs::write(&shard, bytes).expect("write");
+    let answer = run();
+    assert_eq!(code(&answer), 2, "{}", text(&answer.stderr));
+    assert!(text(&answer.stderr).contains("not the output of this batch"), "{}", text(&answer.stderr));
+    assert_eq!(std::fs::read_to_string(&output).expect("results"), written);
+}
+
 #[test]
 fn an_interrupted_batch_keeps_what_has_ended() {
     let folder = tempfile::tempdir().expect("a folder");

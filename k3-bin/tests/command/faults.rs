@@ -708,9 +708,8 @@ fn a_disk_that_is_full_or_read_only_is_said_and_nothing_is_left() {
         assert!(matches!(code(&output), 2 | 5), "{writer}: {} {message}", code(&output));
         assert!(message.starts_with("k3: ") && !message.contains("panicked"), "{writer}: {message}");
         let left = text(&output.stdout);
-        // A folder is made first; a batch goes on in the file it has begun.
-        let begun = ["synth", "batch"].iter().any(|name| writer.starts_with(name));
-        assert!(left == "fill\n" || begun, "{writer} left {left}");
+        // A folder is made first.
+        assert!(left == "fill\n" || writer.starts_with("synth"), "{writer} left {left}");
         let read_only = format!("mount -o remount,ro \"$AT\"; set +e; \"$K3\" {writer} >/dev/null; exit $?");
         let Some(output) = mounted(&read_only, inputs.path()) else { return };
         let message = text(&output.stderr);

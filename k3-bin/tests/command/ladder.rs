@@ -118,7 +118,7 @@ fn until(what: &str, condition: impl Fn() -> bool) {
 /// A ladder whose only rung does not end by itself.
 fn endless(out: &Path) -> Child {
     let mut command = k3();
-    command.args(["ladder", "--quiet", "--budgets", "64M,65M", "--max-tokens", "90000", "--out"]).arg(out);
+    command.args(["ladder", "--quiet", "--budgets", "96M,97M", "--max-tokens", "90000", "--out"]).arg(out);
     command.arg(tiny()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3")
 }
 

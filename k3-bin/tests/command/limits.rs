@@ -4,9 +4,11 @@
 use super::{code, k3, text};
 use k3_platform::synth::{Fill, Synth, write};
 use k3_tests::root;
+use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// A checkpoint of 30 MB with random weights, of which the least budget holds a small part.
 pub(crate) fn filled(dir: &Path) {
@@ -332,4 +334,86 @@ fn a_refusal_comes_before_anything_is_allocated() {
     let context = entries.iter().find(|e| e["name"] == "context").expect("the context");
     assert_eq!(context["bytes"], 32_768 * 55_296);
     assert!(plan["memory"]["planned_bytes"].as_u64().expect("bytes") <= 8_000_000_000);
+}
+
+/// The most memory that a command had which was interrupted some time after its plan stood.
+fn peak(args: &[&str]) -> u64 {
+    let mut child = k3().args(args).arg("--json").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
+    let mut said = String::new();
+    for line in BufReader::new(child.stderr.take().expect("stderr")).lines() {
+        let line = line.expect("a line");
+        let planned = line.starts_with("  total ");
+        said += &format!("{line}\n");
+        if planned {
+            // Long enough to read what is pinned.
+            std::thread::sleep(Duration::from_secs(3));
+            let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill");
+            assert!(sent.success());
+        }
+    }
+    let output = child.wait_with_output().expect("k3");
+    assert!(matches!(code(&output), 0 | 130), "{args:?}: {} {said}", code(&output));
+    let object: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    object["memory"]["peak_rss_bytes"].as_u64().expect("a peak")
+}
+
+/// The story: ids were in no plan, and a batch had them twice, so that an input of an eighth of the memory took more
+/// than all of it.
+#[test]
+fn what_is_read_is_part_of_the_plan() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let model = path("model");
+    filled(&model);
+    let budget = 40_000_000;
+    let words = ["In", "the", "beginning", "heaven", "and", "earth", "was", "without", "form", "void"];
+    let mut seed = 1u64;
+    let mut prose = |len: usize| {
+        let mut prose = String::new();
+        while prose.len() < len {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            prose += words[usize::try_from(seed >> 33).expect("31 bits") % words.len()];
+            prose.push(' ');
+        }
+        prose
+    };
+    std::fs::write(path("text"), prose(3_500_000)).expect("write");
+    let texts: String = (0..1500).map(|i| format!("{{\"id\":{i},\"prompt\":\"{}\"}}\n", prose(2000))).collect();
+    std::fs::write(path("texts"), texts).expect("write");
+    let short = |n: usize| (0..n).map(|i| format!("{{\"id\":{i},\"ids\":[1]}}\n")).collect::<String>();
+    std::fs::write(path("short"), short(18_000)).expect("write");
+    std::fs::write(path("many"), short(20_000)).expect("write");
+    let list = vec!["1"; 2_000_000].join(",");
+    std::fs::write(path("list"), format!("{{\"id\":1,\"ids\":[{list}]}}\n")).expect("write");
+
+    let (model, memory) = (model.to_str().expect("a path").to_owned(), budget.to_string());
+    let names = ["text", "texts", "short", "many", "list", "out"].map(|name| path(name).display().to_string());
+    let [text, texts, short, many, list, out] = names.each_ref().map(String::as_str);
+    let common = [&model, "--memory", &memory, "--threads", "2"];
+    let peak_of = |what: &str, args: &[&str]| {
+        let peak = peak(&[args, &common].concat());
+        println!("{what}: {peak} of {budget}");
+        assert!(peak <= budget, "{what}: {peak} of {budget}");
+    };
+    peak_of("perplexity", &["perplexity", "--file", text]);
+    fn batch<'a>(input: &'a str, out: &'a str) -> [&'a str; 7] {
+        ["batch", "--max-tokens", "2", "--input", input, "--output", out]
+    }
+    peak_of("texts", &batch(texts, out));
+    std::fs::remove_file(out).expect("remove");
+    peak_of("texts, one by one", &[&batch(texts, out)[..], &["--in-flight", "1"]].concat());
+    std::fs::remove_file(out).expect("remove");
+    peak_of("short lines", &batch(short, out));
+    std::fs::remove_file(out).expect("remove");
+
+    // As many lines as take the memory while they are read.
+    let output = k3().args(batch(many, out)).args(common).output().expect("k3");
+    let message = self::text(&output.stderr);
+    assert!(code(&output) == 2 && message.contains("20000 prompts take"), "{message}");
+    // A list of ids is no tree.
+    let args = [&batch(list, out)[..], &common, &["--context", "10"]].concat();
+    let output = under_ulimit(60_000_000, &args);
+    let message = self::text(&output.stderr);
+    assert!(code(&output) == 2 && message.contains("2000000 tokens, --context holds 10"), "{message}");
+    assert!(!Path::new(out).exists());
 }
