@@ -157,7 +157,9 @@ impl From<&Error> for Failure {
                 PackFault::Exists => (USAGE, Some("name another file, or delete this one")),
                 PackFault::Create(_) => (USAGE, Some("name a file in a directory that can be written")),
                 PackFault::Busy => (IO, Some("wait for it, or name another file")),
-                PackFault::Space { .. } => (IO, Some("make room, or name a file on another disk; nothing was written")),
+                PackFault::Space { .. } => {
+                    (IO, Some("make room, or name a file on another disk; what an earlier run has packed is kept"))
+                }
                 PackFault::Write(_) => {
                     (IO, Some("what is packed so far is kept in OUT.part; the same command goes on from there"))
                 }

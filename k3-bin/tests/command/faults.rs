@@ -727,6 +727,24 @@ fn a_disk_that_is_full_or_read_only_is_said_and_nothing_is_left() {
     }
 }
 
+/// The story: where a pack that was begun had no room to go on, "nothing was written" stood beside what was kept.
+#[test]
+fn a_pack_without_room_says_what_is_kept() {
+    let inputs = tempfile::tempdir().expect("a folder");
+    std::os::unix::fs::symlink(k3_tests::root().join("fixtures/demo"), inputs.path().join("demo")).expect("a link");
+    // One or two megabytes of about four, see `a_full_disk_keeps_what_there_is`.
+    let script = "mount -o remount,size=16m \"$AT\"; set +e; trap '' XFSZ; \
+        (ulimit -f 2000; \"$K3\" pack \"$IN/demo\" \"$AT/out\" --quiet 2>/dev/null); \
+        head -c 16777216 /dev/zero > \"$AT/fill\" 2>/dev/null; \
+        \"$K3\" pack \"$IN/demo\" \"$AT/out\" --quiet; code=$?; ls -A \"$AT\"; exit $code";
+    let Some(output) = mounted(script, inputs.path()) else { return };
+    let (message, left) = (text(&output.stderr), text(&output.stdout));
+    assert_eq!(code(&output), 5, "{message}");
+    assert!(left.contains("out.part\n"), "{left} {message}");
+    assert!(message.contains("are needed") && message.contains("is kept"), "{message}");
+    assert!(!message.contains("nothing was written"), "{message}");
+}
+
 #[test]
 fn a_reader_that_goes_away_ends_every_command_in_peace() {
     for args in
