@@ -11,7 +11,7 @@ use std::path::Path;
 /// Commands by what they are for. One that is in no group stands under the last heading.
 const GROUPS: [(&str, &[&str]); 4] = [
     ("Start here", &["doctor", "run", "chat"]),
-    ("Use a model", &["perplexity", "batch", "serve", "session", "tokenize", "detokenize"]),
+    ("Use a model", &["perplexity", "batch", "tokenize", "detokenize"]),
     ("Know and check a model", &["inspect", "verify", "plan", "ladder", "pack"]),
     ("Measure, and everything else", &["bench", "cachesim", "completions", "man", "help"]),
 ];
@@ -62,8 +62,7 @@ fn list(command: &clap::Command) -> String {
         for name in *names {
             match visible.iter().find(|c| c.get_name() == *name) {
                 Some(c) => line(name, &about(c)),
-                None if *name == "help" => line(name, "Prints this, or all about one command"),
-                None => {}
+                None => line(name, "Prints this, or all about one command"),
             }
         }
         if i + 1 == GROUPS.len() {
@@ -117,6 +116,11 @@ mod tests {
             let grouped = GROUPS.iter().any(|(_, names)| names.contains(&c.get_name()));
             assert!(grouped || c.is_hide_set(), "{} belongs in a group of the help", c.get_name());
             assert!(c.get_about().is_some(), "{}", c.get_name());
+        }
+        // A heading promises no command that is not there.
+        for name in GROUPS.iter().flat_map(|(_, names)| *names).filter(|name| **name != "help") {
+            let named = |c: &clap::Command| c.get_name() == *name && !c.is_hide_set();
+            assert!(Cli::command().get_subcommands().any(named), "{name} is no command");
         }
         for part in ["Start here", "Exit codes", "Examples", "--version"] {
             assert!(text.contains(part), "{text}");
