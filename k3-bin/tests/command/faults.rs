@@ -37,7 +37,13 @@ fn honest(output: &Output, expected: &[u8]) {
 }
 
 /// Whether faults can be asked for: a released binary has none.
+///
+/// The story: tests of other files asked, too, and no run of CI had both them and faults. It builds with debug
+/// assertions for the tests of this file only.
 fn injected() -> bool {
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or_default();
+    assert!(test == "main" || test.starts_with("faults::"), "{test} belongs into faults.rs, or nobody runs it");
     if !cfg!(debug_assertions) {
         println!("SKIPPED: faults need a build with debug assertions");
     }
@@ -161,7 +167,7 @@ fn a_check_that_is_stopped_at_a_header_finds_no_fault() {
         command.args(["verify", "--io-timeout", "0"]).arg(tiny()).env("K3_FAULTS", format!("hang_read={read}"));
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("k3");
         std::thread::sleep(Duration::from_millis(700));
-        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+        send(&child, Signal::TERM);
         let output = child.wait_with_output().expect("k3");
         assert_eq!((code(&output), text(&output.stdout)), (143, String::new()), "read {read}");
     }
@@ -386,6 +392,44 @@ fn a_check_that_is_interrupted_goes_on() {
     let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let hash = &found["checks"]["hash"];
     assert!(hash["resumed"].as_u64() >= Some(2) && hash["digested"].as_u64() >= Some(2), "{found}");
+}
+
+/// What is foretold of a packed trunk is measured where it lies, which may be on another disk than the shards.
+#[test]
+fn a_packed_trunk_is_measured_where_it_lies() {
+    if !injected() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let pack = folder.path().join("trunk.k3");
+    let packed = k3().arg("pack").arg(tiny()).arg(&pack).output().expect("k3");
+    assert_eq!(code(&packed), 0, "{}", text(&packed.stderr));
+    let run = |args: &[&str], read: usize| {
+        let mut command = k3();
+        command.args(args).args(["--memory", "64M", "--threads", "1", "--trunk"]).arg(&pack).arg(tiny());
+        command.env("K3_FAULTS", format!("fail_read={read},only=trunk.k3")).output().expect("k3")
+    };
+    // The first read that opening the pack does without.
+    let opened = (0..20).find(|&read| code(&run(&["plan", "--disk", "1"], read)) == 0).expect("it is opened");
+    for args in [&["plan"][..], &["doctor"], &["bench", "--seconds", "0", "--backend", "scalar"]] {
+        let output = run(args, opened);
+        assert_eq!(code(&output), 5, "{args:?}: {}", text(&output.stdout));
+        assert!(text(&output.stderr).contains("trunk.k3: read at byte"), "{args:?}: {}", text(&output.stderr));
+    }
+}
+
+/// Nor is a file told to be deleted because the disk did not bring it.
+#[test]
+fn a_check_of_a_disk_that_fails_deletes_no_file() {
+    if !injected() {
+        return;
+    }
+    let mut command = k3();
+    command.env("K3_FAULTS", "fail_read=0,only=model-00006-of-000012.safetensors").arg("verify").arg(tiny());
+    let output = command.output().expect("k3");
+    let lines = text(&output.stdout);
+    assert_eq!(code(&output), 5, "{lines} {}", text(&output.stderr));
+    assert!(lines.contains("bad: ") && lines.contains("os error 5") && !lines.contains("rm -f"), "{lines}");
 }
 
 #[test]

@@ -230,13 +230,6 @@ fn no_sound_file_is_told_to_be_deleted() {
     let doctor = k3().args(["doctor", "--json"]).arg(&dir).output().expect("k3");
     assert_eq!(code(&doctor), 5, "{}", text(&doctor.stderr));
     std::fs::rename(&aside, shard).expect("rename");
-    // A disk that fails.
-    if cfg!(debug_assertions) {
-        let mut command = k3();
-        let name = all[5].file_name().expect("a name").to_string_lossy();
-        command.env("K3_FAULTS", format!("fail_read=0,only={name}")).env("XDG_CACHE_HOME", &cache);
-        none(5, "os error 5", &command.arg("verify").arg(&dir).output().expect("k3"));
-    }
     // Without an index nothing says which shards are strays.
     let index = dir.join("model.safetensors.index.json");
     std::fs::write(&index, "{").expect("write");
@@ -491,31 +484,6 @@ fn what_the_doctor_is_told_is_in_what_it_says() {
     let output = Command::new("sh").args(["-c", command]).env_remove("K3_MODEL").output().expect("sh");
     assert_eq!(code(&output), 0, "{command}: {}", text(&output.stderr));
     assert_eq!(found["disk"]["packed_trunk"], pack.display().to_string(), "{found}");
-}
-
-/// What is foretold of a packed trunk is measured where it lies, which may be on another disk than the shards.
-#[test]
-fn a_packed_trunk_is_measured_where_it_lies() {
-    if !cfg!(debug_assertions) {
-        println!("SKIPPED: faults need a build with debug assertions");
-        return;
-    }
-    let folder = tempfile::tempdir().expect("a folder");
-    let pack = folder.path().join("trunk.k3");
-    let packed = k3().arg("pack").arg(tiny()).arg(&pack).output().expect("k3");
-    assert_eq!(code(&packed), 0, "{}", text(&packed.stderr));
-    let run = |args: &[&str], read: usize| {
-        let mut command = k3();
-        command.args(args).args(["--memory", "64M", "--threads", "1", "--trunk"]).arg(&pack).arg(tiny());
-        command.env("K3_FAULTS", format!("fail_read={read},only=trunk.k3")).output().expect("k3")
-    };
-    // The first read that opening the pack does without.
-    let opened = (0..20).find(|&read| code(&run(&["plan", "--disk", "1"], read)) == 0).expect("it is opened");
-    for args in [&["plan"][..], &["doctor"], &["bench", "--seconds", "0", "--backend", "scalar"]] {
-        let output = run(args, opened);
-        assert_eq!(code(&output), 5, "{args:?}: {}", text(&output.stdout));
-        assert!(text(&output.stderr).contains("trunk.k3: read at byte"), "{args:?}: {}", text(&output.stderr));
-    }
 }
 
 #[test]
