@@ -1,9 +1,10 @@
 //! Budgets where something else than k3 watches over them: a memory control group, or a limit of the
 //! process.
 
-use super::{code, k3, text};
+use super::{code, k3, send, text};
 use k3_platform::synth::{Fill, Synth, write};
 use k3_tests::root;
+use rustix::process::Signal;
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -347,8 +348,7 @@ fn peak(args: &[&str]) -> u64 {
         if planned {
             // Long enough to read what is pinned.
             std::thread::sleep(Duration::from_secs(3));
-            let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill");
-            assert!(sent.success());
+            send(&child, Signal::INT);
         }
     }
     let output = child.wait_with_output().expect("k3");
