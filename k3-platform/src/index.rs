@@ -12,6 +12,7 @@
 use crate::aligned::{AlignedBuf, AllocError};
 use crate::error::Error;
 use crate::io::{GaveUp, ReadAt, ReadFault, Source, Stamp, read_exact_at};
+use crate::memory::available;
 use crate::segment::Place;
 use k3_core::checkpoint::{self, LayerTensor, Named, Sum, Tensor};
 use k3_core::config::ModelConfig;
@@ -341,8 +342,12 @@ impl Index {
                 }
             }
         };
+        // Each may start another that it waits for. Where address space is limited, threads that start as long as
+        // they can leave nothing for what they do; while one starts, the C library maps twice of what it keeps.
+        let fits = |threads: &usize| available(4 * threads).is_none_or(|room| room.bytes > 0);
+        let threads = (1..=AT_ONCE.min(paths.len())).rev().find(fits).unwrap_or(1);
         std::thread::scope(|scope| {
-            for _ in 1..AT_ONCE.min(paths.len()) {
+            for _ in 1..threads {
                 // Fewer threads than wished for, or none, come to the same answer.
                 let _started = std::thread::Builder::new().spawn_scoped(scope, work);
             }

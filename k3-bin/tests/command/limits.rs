@@ -288,6 +288,22 @@ fn auto_keeps_within_the_address_space() {
     assert!(budget < 1_500_000 * 1024 - 11 * (64 << 20), "{budget}");
 }
 
+/// The story: as many threads as read headers took all of a small address space, and what they then asked for was
+/// refused, or ended the process.
+#[test]
+fn headers_are_read_in_a_small_address_space() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model");
+    filled(&model);
+    for kilobytes in [100_000, 300_000, 500_000, 700_000, 300_000, 500_000, 300_000, 500_000] {
+        let script = format!("ulimit -v {kilobytes}; exec \"$@\"");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_k3"), "inspect", "--memory", "64M"]).arg(&model);
+        let output = shell.env_remove("K3_MODEL").output().expect("sh");
+        assert_eq!(code(&output), 0, "{kilobytes}: {}", text(&output.stderr));
+    }
+}
+
 /// What is free is found out where the limit is, whoever set it.
 #[test]
 fn auto_keeps_within_the_group() {
