@@ -165,6 +165,9 @@ impl From<&Error> for Failure {
                 }
                 PackFault::Verify { .. } => (IO, Some("the disk does not keep what is written to it: check it")),
                 PackFault::Codec => (IO, Some("please report it; --raw packs without the code")),
+                PackFault::NotAPack => {
+                    (DAMAGED, Some("name a file that `k3 pack` has made, or run without one by --trunk none"))
+                }
                 PackFault::Version(_) => (DAMAGED, Some("pack the model again with this k3")),
                 _ => (DAMAGED, Some("delete the file and pack the model again, or run without it by --trunk none")),
             },

@@ -52,12 +52,22 @@ impl Listing {
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let this = if bytes.trim_ascii_start().starts_with(b"[") || bytes.trim_ascii_start().starts_with(b"{") {
             let value = serde_json::from_slice(bytes).map_err(|e| e.to_string())?;
-            Self::hub(&value).ok_or_else(|| "this JSON lists no files".to_owned())?
+            Self::hub(&value)?
         } else {
             Self::sums(&String::from_utf8_lossy(bytes))?
         };
         if let Some(file) = this.files.iter().find(|f| !inside(&f.name)) {
             return Err(format!("{:?} is not a name inside the model's directory", file.name));
+        }
+        let mut files: Vec<_> = this.files.iter().collect();
+        files.sort_by_key(|f| &f.name);
+        if let Some(two) = files.windows(2).find(|two| two[0].name == two[1].name && two[0] != two[1]) {
+            return Err(format!("{:?} is listed twice, and not with the same facts", two[0].name));
+        }
+        // It stands in a command that is shown, to be typed.
+        let plain = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+        if let Some(repository) = this.repository.as_ref().filter(|id| !id.chars().all(plain) || id.starts_with('-')) {
+            return Err(format!("{repository:?} is not the name of a repository"));
         }
         // A hub that is asked for names alone says neither. Nothing could fail to match, and all would seem well.
         if this.files.iter().all(|f| f.sha.is_none()) {
@@ -91,21 +101,23 @@ impl Listing {
     }
 
     /// An array of files, or an object with an array of `siblings`.
-    fn hub(value: &Value) -> Option<Self> {
+    fn hub(value: &Value) -> Result<Self, String> {
         let repository = ["id", "modelId"].iter().find_map(|key| Some(value.get(key)?.as_str()?.to_owned()));
-        let entries = value.as_array().or_else(|| value.get("siblings")?.as_array())?;
-        let files = entries.iter().filter(|e| e.get("type").is_none_or(|kind| kind == "file")).filter_map(|entry| {
-            let name = ["path", "rfilename"].iter().find_map(|key| entry.get(key)?.as_str())?.to_owned();
+        let entries = value.as_array().or_else(|| value.get("siblings")?.as_array());
+        let mut files = Vec::new();
+        for entry in entries.into_iter().flatten().filter(|e| e.get("type").is_none_or(|kind| kind == "file")) {
+            let Some(name) = ["path", "rfilename"].iter().find_map(|key| entry.get(key)?.as_str()) else { continue };
             let lfs = entry.get("lfs");
-            let sha = ["sha256", "oid"].iter().find_map(|key| {
-                let text = lfs?.get(key)?.as_str()?;
-                digest::from_hex(text.strip_prefix("sha256:").unwrap_or(text))
+            // One that cannot be read is not the same as none.
+            let sha = ["sha256", "oid"].iter().find_map(|key| lfs?.get(key));
+            let sha = sha.map(|sha| {
+                let text = sha.as_str().map(|text| text.strip_prefix("sha256:").unwrap_or(text));
+                text.and_then(digest::from_hex).ok_or_else(|| format!("the SHA-256 of {name:?} is none: {sha}"))
             });
             let len = lfs.and_then(|lfs| lfs.get("size")).or_else(|| entry.get("size")).and_then(Value::as_u64);
-            Some(Expected { name, len, sha })
-        });
-        let files: Vec<_> = files.collect();
-        (!files.is_empty()).then_some(Self { repository, files })
+            files.push(Expected { name: name.to_owned(), len, sha: sha.transpose()? });
+        }
+        if files.is_empty() { Err("this JSON lists no files".to_owned()) } else { Ok(Self { repository, files }) }
     }
 }
 
@@ -153,6 +165,7 @@ mod tests {
     fn what_is_no_listing_is_refused() {
         let hex = digest::hex(&digest::of(b"x"));
         let leads_out = format!("{hex}  ../secret\n");
+        let twice = format!("{hex}  a\n{}  a\n", hex.replace(['0', '1', '2', '3', '4'], "9"));
         let absolute = format!("{hex}  /etc/passwd\n");
         for (text, part) in [
             ("", "no sums"),
@@ -163,6 +176,10 @@ mod tests {
             ("[1, 2", "EOF"),
             (r#"{"id":"a/b","siblings":[{"rfilename":"a"},{"rfilename":"b"}]}"#, "no file in it has a SHA-256"),
             (r#"[{"path":"a","size":9}]"#, "no file in it has a SHA-256"),
+            (r#"[{"path":"a","size":9,"lfs":{"oid":"12345"}}]"#, "the SHA-256 of \"a\" is none"),
+            (r#"{"id":"a/b; rm -rf ~","siblings":[{"rfilename":"a"}]}"#, "is not the name of a repository"),
+            (r#"{"id":"a\u001b[31m","siblings":[{"rfilename":"a"}]}"#, "\"a\\u{1b}[31m\" is not the name"),
+            (&twice, "\"a\" is listed twice"),
             (&leads_out, "../secret"),
             (&absolute, "/etc/passwd"),
         ] {

@@ -103,10 +103,13 @@ impl Chosen {
         if self.logprobs.is_some() { vocab } else { needed }
     }
 
-    /// Bytes of the lists.
+    /// Bytes of the lists, and of those that they were made of: what is given back leaves gaps.
     pub(crate) fn held(&self) -> u64 {
-        let texts = self.stop_texts.iter().map(|text| size_of::<Vec<u8>>() + text.len()).sum::<usize>();
-        (size_of_val(&*self.bias) + size_of_val(&*self.stop_ids) + texts) as u64
+        // The allocator gives no less than 32 bytes, in steps of 16, of which eight are its own.
+        let text = |text: &Vec<u8>| size_of::<Vec<u8>>() + (text.len() + 8).next_multiple_of(16).max(32);
+        let given = self.stop_texts.len() + self.stop_ids.len();
+        let texts = self.stop_texts.iter().map(text).sum::<usize>();
+        (size_of_val(&*self.bias) + size_of_val(&*self.stop_ids) + 2 * texts + given * size_of::<Stop>()) as u64
     }
 
     /// Bytes that a picker and what it remembers of a text of so many tokens hold.

@@ -94,6 +94,14 @@ impl Findings {
         self.faults.push(Fault { path: path.into(), what: what.into(), code, mend });
     }
 
+    /// The same, if nothing was told of this file yet.
+    fn unless_told(&mut self, path: impl Into<PathBuf>, what: impl Into<String>, code: u8, mend: Mend) {
+        let path = path.into();
+        if !self.faults.iter().any(|fault| fault.path == path) {
+            self.fault(path, what, code, mend);
+        }
+    }
+
     /// What keeps a checkpoint from being opened or read. It means for the exit code what it would for a run.
     /// Errors that name no file are told of `path`.
     fn error(&mut self, path: &Path, error: &Error) {
@@ -257,20 +265,30 @@ fn hash(
         }
     }
     let (mut todo, mut by_size, mut absent, mut unknown) = (Vec::new(), 0, 0, 0);
+    // What was told of them before is not told again.
+    let mut unread = 0;
     for (&name, &file) in &listed {
         let path = dir.join(name);
         let len = match std::fs::metadata(&path) {
-            Ok(meta) => meta.len(),
+            Ok(meta) if meta.is_file() => meta.len(),
+            // What lies there in its place is not what fetching would replace.
+            Ok(_) => {
+                unread += 1;
+                findings.unless_told(path, "not a regular file", DAMAGED, Mend::NOTHING);
+                continue;
+            }
             Err(e) if e.kind() == ErrorKind::NotFound => {
                 if needed.contains(&name) {
-                    findings.fault(path, "missing", DAMAGED, Mend::Fetch);
+                    unread += 1;
+                    findings.unless_told(path, "missing", DAMAGED, Mend::Fetch);
                 } else {
                     absent += 1;
                 }
                 continue;
             }
             Err(e) => {
-                findings.fault(path, e.to_string(), IO, Mend::NOTHING);
+                unread += 1;
+                findings.unless_told(path, e.to_string(), IO, Mend::NOTHING);
                 continue;
             }
         };
@@ -345,7 +363,7 @@ fn hash(
         }
         Err(error) => return Err(Stop::Failure(error.into())),
     }
-    let passed = good == todo.len() && findings.faults.len() == before;
+    let passed = good == todo.len() && unread == 0 && findings.faults.len() == before;
     if findings.faults.is_empty() {
         // Nothing is left to be resumed; the next check reads everything again.
         let _gone = record.map(Record::remove);
@@ -739,6 +757,8 @@ fn layer_of(name: &str) -> Option<usize> {
 pub(crate) fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
+    // A name that begins as an option does is none.
+    let text = if text.starts_with('-') { format!("./{text}") } else { text };
     if !text.is_empty() && text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 

@@ -229,6 +229,20 @@ fn no_sound_file_is_told_to_be_deleted() {
     none(5, "not all of the checkpoint can be read", &verify(&dir, &cache, &["--scales"]));
     let doctor = k3().args(["doctor", "--json"]).arg(&dir).output().expect("k3");
     assert_eq!(code(&doctor), 5, "{}", text(&doctor.stderr));
+    std::fs::remove_file(shard).expect("remove");
+    // What is not there, and a folder in its place, are told once, also with a listing; a folder is not fetched over.
+    std::fs::write(&list, &whole).expect("write");
+    for folder in [false, true] {
+        if folder {
+            std::fs::create_dir(shard).expect("a folder");
+        }
+        let (code, found) = verified(&dir, &cache, &["--hash", list.to_str().expect("a path")]);
+        let faults = found["faults"].as_array().expect("faults");
+        let told: Vec<_> = faults.iter().filter(|f| f["file"] == shard.to_str().expect("a path")).collect();
+        assert!(code != 0 && told.len() == 1 && told[0]["fetch"].is_string() != folder, "{faults:?}");
+        assert_eq!(found["checks"]["hash"]["passed"], false, "{found}");
+    }
+    std::fs::remove_dir(shard).expect("remove");
     std::fs::rename(&aside, shard).expect("rename");
     // Without an index nothing says which shards are strays.
     let index = dir.join("model.safetensors.index.json");
