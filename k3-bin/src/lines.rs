@@ -70,10 +70,7 @@ const ENTRY_BYTES: u64 = 96;
 /// ids are not what this is about: of them there are no more than there are bytes.
 pub(crate) fn check_number(path: &Path, bytes: &[u8], budget: u64) -> Result<(), Failure> {
     let lines = bytes.split(|b| *b == b'\n').filter(|line| !line.trim_ascii().is_empty()).count();
-    let lists = bytes.split(|b| *b == b'\n').filter(|line| {
-        ["\"stop\"", "\"logit_bias\""].iter().any(|key| line.windows(key.len()).any(|part| part == key.as_bytes()))
-    });
-    let entries: usize = lists.map(|line| line.iter().filter(|b| **b == b',').count()).sum();
+    let entries: usize = bytes.split(|b| *b == b'\n').map(entries).sum();
     let needed = LINE_BYTES.saturating_mul(lines as u64).saturating_add(ENTRY_BYTES.saturating_mul(entries as u64));
     if needed <= budget / 4 {
         return Ok(());
@@ -81,6 +78,20 @@ pub(crate) fn check_number(path: &Path, bytes: &[u8], budget: u64) -> Result<(),
     let (lines, needed) = (report::count(lines, "prompt"), human(needed));
     let message = format!("{}: {lines} take {needed}, more than a quarter of --memory", path.display());
     Err(Failure::usage(message, "give more with --memory, or cut the file into several"))
+}
+
+/// Entries of a line's lists of options, or a few more: commas in texts count. Of what is no JSON, so many as stand
+/// before the fault, for which the line is refused later.
+fn entries(line: &[u8]) -> usize {
+    let (mut parser, mut entries) = (Parser::new(line), 0);
+    while let Ok(Some(event)) = parser.next() {
+        let Event::Key(key) = event else { continue };
+        let Ok(value) = parser.raw_value() else { break };
+        if key == "stop" || key == "logit_bias" {
+            entries += 1 + value.iter().filter(|b| **b == b',').count();
+        }
+    }
+    entries
 }
 
 /// Reads the input, line by line, and refuses it for everything that is wrong with it.
@@ -205,11 +216,7 @@ fn count(fields: &mut Map<String, Value>, name: &str, most: u64) -> Result<Optio
 
 /// How the ids of a line are chosen. What its fields mean together is looked at by `sampling::Chosen::new`.
 fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Option<Box<Sampling>>, String> {
-    const FIELDS: [&str; 8] =
-        ["temperature", "top_p", "top_k", "min_p", "seed", "repeat_penalty", "logit_bias", "stop"];
-    if !FIELDS.iter().any(|name| fields.contains_key(*name)) {
-        return Ok(None);
-    }
+    let before = fields.len();
     let mut number = |name: &str| match fields.remove(name) {
         None => Ok(None),
         Some(value) => value.as_f64().map(Some).ok_or_else(|| format!("{name:?} is no number: {}", shown(&value))),
@@ -241,7 +248,8 @@ fn sampling(command: &Sampling, fields: &mut Map<String, Value>) -> Result<Optio
         Some(Value::Array(stops)) => all.stop = stops.iter().map(stop).collect::<Result<_, _>>()?,
         Some(one) => all.stop = vec![stop(&one)?],
     }
-    Ok(Some(Box::new(all)))
+    // Each option that is there was taken out.
+    Ok((fields.len() != before).then(|| Box::new(all)))
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "a bias is an f32, as on the command line")]
@@ -335,12 +343,16 @@ mod tests {
         let stops = "\"a\",".repeat(99) + "\"a\"";
         let line = format!("{{\"id\":1,\"prompt\":\"b\",\"stop\":[{stops}]}}\n");
         let lines = line.repeat(100);
-        let needed = 100 * (LINE_BYTES + 101 * ENTRY_BYTES);
+        let needed = 100 * (LINE_BYTES + 100 * ENTRY_BYTES);
         let check = |text: &str, budget| check_number(Path::new("in"), text.as_bytes(), budget);
         assert!(check(&lines, 4 * needed).is_ok());
         assert!(check(&lines, 4 * needed - 1).unwrap_err().message.contains("100 prompts take"));
-        // Commas of a text alone are none of its entries.
-        assert!(check(&lines.replace("\"stop\"", "\"stops\""), 4 * 100 * LINE_BYTES).is_ok());
+        // Other commas are no entries, whatever else is in the line.
+        for line in ["{\"ids\":[1,2,3,4,5,6,7,8],\"stop\":\"a\"}", "{\"stop\":1,\"prompt\":\"a, b, c, d, e\"}"] {
+            assert!(check(line, 4 * (LINE_BYTES + ENTRY_BYTES)).is_ok(), "{line}");
+        }
+        assert_eq!(entries(b"{\"x\":{\"stop\":[1,2]},\"st\\u006fp\":[1,2],\"logit_bias\":{\"1\":2}}"), 3);
+        assert_eq!([entries(b""), entries(b"[1,"), entries(b"{\"stop\":[1,2")], [0; 3]);
     }
 
     /// The story: ids came out of a tree of values, each with dozens of bytes.

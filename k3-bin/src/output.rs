@@ -3,8 +3,7 @@
 //! The bytes go to a file without a name, which takes its name when it is whole: a process that is
 //! killed leaves nothing, and an older file stays as it was. A file system that has no such files
 //! gets a hidden neighbour, `.k3-PID.part`, which is renamed. A new file has the permissions of the one it
-//! replaces. What is no regular file (a pipe, a
-//! device) cannot appear: it is written as it is.
+//! replaces. What is no regular file (a pipe, a device) cannot appear: it is written as it is.
 
 use crate::fail::Failure;
 use crate::input;

@@ -6,8 +6,8 @@
 //! next reader waits for one.
 //!
 //! A file that opens again must be the one it was: same length, and a [`Stamp`] of the
-//! [same bytes](Stamp::same_bytes) where the source has them. A set can be told the stamps of files that were read before it was made, so that what
-//! was checked in them still holds.
+//! [same bytes](Stamp::same_bytes) where the source has them. A set can be told the stamps of files that
+//! were read before it was made, so that what was checked in them still holds.
 
 use std::io;
 use std::path::{Path, PathBuf};
