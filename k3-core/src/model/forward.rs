@@ -143,7 +143,7 @@ impl<X: Executor> Model<'_, X> {
             }
         }
         state.position += accepted;
-        state.moves = state.moves.wrapping_add(1);
+        state.moved();
         journal.forget();
         true
     }
@@ -171,7 +171,7 @@ impl<X: Executor> Model<'_, X> {
         self.admit(sequences, workspace, ids, logits)?;
         for s in &mut *sequences {
             // Whatever another journal has noted is of the past, also on trial: rows of the latent cache are new.
-            s.state.moves = s.state.moves.wrapping_add(1);
+            s.state.moved();
             match &mut s.journal {
                 Some(journal) => journal.forget(),
                 None => s.state.torn = true,
@@ -221,7 +221,8 @@ impl<X: Executor> Model<'_, X> {
         if needed > context {
             return Err(ForwardError::ContextFull { needed, context });
         }
-        (state.torn, state.moves) = (true, state.moves.wrapping_add(1));
+        state.moved();
+        state.torn = true;
         let mut one = [Sequence { state, journal: None, positions: n, wanted: 0 }];
         let mut pass = Pass { model: *self, weights, n };
         let Workspace { vectors, products, kda, mla, .. } = workspace;

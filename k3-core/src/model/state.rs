@@ -22,7 +22,7 @@ pub struct State<'a> {
     pub(crate) position: usize,
     pub(crate) torn: bool,
     /// Passes and resets since this value was made: what [`Journal`](super::Journal) tells a later one by.
-    pub(crate) moves: u64,
+    pub(super) moves: u64,
 }
 
 /// The arrays of a [`State`].
@@ -109,13 +109,18 @@ impl<'a> State<'a> {
         self.torn
     }
 
+    /// Notes that a pass, a commit or a reset takes place: what a journal has noted before is of the past.
+    pub(super) const fn moved(&mut self) {
+        self.moves = self.moves.wrapping_add(1);
+    }
+
     /// Forgets everything.
     pub fn reset(&mut self) {
         self.kda.fill(0.0);
         self.conv.fill(0.0);
         self.position = 0;
         self.torn = false;
-        self.moves = self.moves.wrapping_add(1);
+        self.moved();
     }
 
     /// Positions seen so far.
